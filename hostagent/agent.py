@@ -21,6 +21,7 @@ from kvcast.hostagent import membarrier
 from kvcast.hostagent.cold import ColdOfAgent
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.courier import Courier
+from kvcast.hostagent.core.pushing import Pushes
 from kvcast.hostagent.core.recovery import Recovery
 from kvcast.hostagent.core.shared_index import Region, SharedIndex
 from kvcast.hostagent.core.store import Store
@@ -303,8 +304,13 @@ class Agent:
             most_bytes=core.store.allocator.capacity_bytes // _LANDINGS_SHARE,
             hashing=functions,
         )
+        pushes = Pushes(
+            *(courier, store, core.writes, core.serving, core.outbox, core.metrics),
+            arena_address=address_of_buffer(self.arena.memory),
+            lane=0 if core.lane is None else core.lane.address,
+        )
         return CourierDriver(
-            *(courier, loop.selector, core.requester.placement),
+            *(courier, pushes, loop.selector, core.requester.placement),
             frames=transport.socket,
             mover=transport.mover,
             go_on=transport.go_on,
@@ -324,6 +330,10 @@ class Agent:
         conveyors = driver.conveyors
         self.bulk_server.conveyors = self._bulk_caller.conveyors = conveyors
         driver.connect = self._bulk_caller.convey
+        self.bulk_server.pushes = self._bulk_caller.pushes = driver.push_sockets
+        driver.connect_to_push = lambda node: self._bulk_caller.convey(node, pushes=True)
+        driver.pushes.connects = True
+        self.core.serving.takes_pushes = driver.pushes.takes
         driver.courier.takes_conveyors = self.core.options.lone_reads_by_tcp
         self.core.serving.conveys = conveyors.gives
         self.core.stop_conveying = conveyors.stop_giving

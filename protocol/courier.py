@@ -192,6 +192,8 @@ LANDING_FREE: Final = 1
 LANDING_TAKEN: Final = 2
 LANDING_BOOKED: Final = 3
 """A block has landed there: Python's, from the record on."""
+LANDING_PUSHED: Final = 4
+"""A block is pushed there (`kvcast.protocol.pushing`)."""
 
 CLIENT_HERE: Final = 1
 CLIENT_GONE: Final = 2
@@ -461,7 +463,13 @@ def may_look_up(courier: Courier, q: Question) -> bool:
 
 
 @native
-def _may_be_here(courier: Courier, q: Question) -> bool:
+def meaning_in_force(courier: Courier, namespace: U64) -> U64:
+    """What a namespace means to us; 0: nothing."""
+    return 0 + courier.index[_NAMESPACES_WORD + 2 * namespace]
+
+
+@native
+def may_be_here(courier: Courier, q: Question) -> bool:
     """Whether one of the block's two buckets in the index has its tag."""
     tag = 0 + q.rest_of_key
     if tag == 0:
@@ -478,7 +486,7 @@ def _may_be_here(courier: Courier, q: Question) -> bool:
 
 
 @native
-def _bucket(rest_of_key: U64) -> U64:
+def bucket_of_key(rest_of_key: U64) -> U64:
     """The bucket that a key is in: the low bits of its last two bytes."""
     return swap16(rest_of_key >> 48) % BUCKETS
 
@@ -560,7 +568,7 @@ def _take_landing(courier: Courier, asked: Asked, size: U64) -> U64:
 
 
 @native
-def _answer(courier: Courier, client: U64, number: U64) -> U64:
+def begin_answer(courier: Courier, client: U64, number: U64) -> U64:
     """Begin an answer: ASK_AGENT, unless it is changed. There is room: the caller of `hear` and
     `came` sends them after each call."""
     at = 0 + courier.answer_count
@@ -595,7 +603,7 @@ def _answer_to(courier: Courier, asked: Asked) -> U64:
         at += batch.answers + asked.place * (size_of(Answer) - WORD_BYTES) - WORD_BYTES
         _answered_one(courier, asked.batch)
     elif asked.client != NOBODY:
-        at += address_of(courier.answers[_answer(courier, asked.client, asked.number)])
+        at += address_of(courier.answers[begin_answer(courier, asked.client, asked.number)])
     return at
 
 
@@ -611,7 +619,7 @@ def _record(courier: Courier, kind: U64, client: U64) -> U64:
 
 
 @native
-def _asked_for(courier: Courier, namespace: U64, key: U64, rest_of_key: U64) -> U64:
+def asked_for(courier: Courier, namespace: U64, key: U64, rest_of_key: U64) -> U64:
     """The question about a block that is asked of a home; MAX_ASKED if there is none."""
     at = 0 + courier.heads[_hash_of(key, rest_of_key)]
     while at != 0:
@@ -688,7 +696,7 @@ def hear(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64) -> U3
         _hear_many(courier, client, at, length, now_ns)
         return SEND_READ if next_read(courier) else NOTHING
     who = courier.clients[client]
-    other = _asked_for(courier, q.namespace, q.key, q.rest_of_key)
+    other = asked_for(courier, q.namespace, q.key, q.rest_of_key)
     room = 0
     if other < MAX_ASKED:
         room += courier.asked[other].promised
@@ -697,7 +705,7 @@ def hear(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64) -> U3
     why = _objection(courier, who, q, other, room)
     if why != _NO_OBJECTION:
         courier.counters[why] += 1
-        _answer(courier, client, q.number)
+        begin_answer(courier, client, q.number)
         return NOTHING
     number = _begin(courier, client, q, room, now_ns)
     if other < MAX_ASKED:
@@ -728,7 +736,7 @@ def _ask_first(courier: Courier, number: U64) -> None:
     asked = courier.asked[number]
     _enter(courier, number)
     asked.state = _ASKED
-    asked.home = courier.homes[_bucket(asked.rest_of_key)]
+    asked.home = courier.homes[bucket_of_key(asked.rest_of_key)]
     asked.tag = courier.next_tag
     courier.next_tag += 1
     asked.unread = 1
@@ -775,7 +783,7 @@ def _hear_many(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64)
     why = _objection_to_many(courier, who, q, count, room)
     if why != _NO_OBJECTION:
         courier.counters[why] += count
-        _answer(courier, client, q.number)
+        begin_answer(courier, client, q.number)
         return
     number = 0
     while courier.batches[number].open != 0:
@@ -796,13 +804,13 @@ def _hear_many(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64)
             keys += KEY_BYTES
         out = Answer.at(batch.answers + i * (size_of(Answer) - WORD_BYTES) - WORD_BYTES)
         _blank(out, asked_number)
-        other = _asked_for(courier, q.namespace, q.key, q.rest_of_key)
-        home = courier.homes[_bucket(q.rest_of_key)]
+        other = asked_for(courier, q.namespace, q.key, q.rest_of_key)
+        home = courier.homes[bucket_of_key(q.rest_of_key)]
         why = 0 + _NO_OBJECTION
         if other == MAX_ASKED:
             if home == NOBODY:
                 why = 0 + NO_HOME
-            elif courier.fetching[_bucket(q.rest_of_key)] != 0 or _may_be_here(courier, q):
+            elif courier.fetching[bucket_of_key(q.rest_of_key)] != 0 or may_be_here(courier, q):
                 why = 0 + HERE
             elif _taker_for(courier, home) == NODES:
                 courier.wished = home + 1
@@ -909,7 +917,7 @@ def _objection_to_many(courier: Courier, who: Client, q: Question, count: U64, r
 
 @native
 def _objection(courier: Courier, who: Client, q: Question, other: U64, room: U64) -> U64:
-    """Why the courier does not take a question; _NO_OBJECTION if it does. `other` as `_asked_for`
+    """Why the courier does not take a question; _NO_OBJECTION if it does. `other` as `asked_for`
     says, `room` as `_room_for`."""
     if courier.open == 0:
         return CLOSED
@@ -923,10 +931,10 @@ def _objection(courier: Courier, who: Client, q: Question, other: U64, room: U64
         return HELD_BYTES
     if other < MAX_ASKED:
         return _NO_OBJECTION
-    bucket = _bucket(q.rest_of_key)
+    bucket = bucket_of_key(q.rest_of_key)
     if courier.homes[bucket] == NOBODY:
         return NO_HOME
-    if courier.fetching[bucket] != 0 or _may_be_here(courier, q):
+    if courier.fetching[bucket] != 0 or may_be_here(courier, q):
         return HERE
     if room == 0:
         return NO_LANDING
@@ -956,7 +964,7 @@ def frame_came(courier: Courier, at: U64, length: U64, source: U64, now_ns: U64)
     """A well-formed frame at which `place` has stopped; whether it was for the courier."""
     namespace = swap16(u16_at(at + _NAMESPACE_AT)[0])
     key = u64_at(at + _KEY_AT)[0]
-    number = _asked_for(courier, namespace, key, u64_at(at + _KEY_AT + 8)[0])
+    number = asked_for(courier, namespace, key, u64_at(at + _KEY_AT + 8)[0])
     op = bytes_at(at)[_OP_AT]
     if number == MAX_ASKED or op == OP_READ:  # which somebody asks of us
         return False
@@ -1482,7 +1490,7 @@ def expire(courier: Courier, now_ns: U64) -> U64:
 def yield_block(courier: Courier, namespace: U64, key: U64, rest_of_key: U64, now_ns: U64) -> bool:
     """Python fetches this block from now on. Whether its READ has been out in vain for half as long
     as it may: then the next is a repeat."""
-    number = _asked_for(courier, namespace, key, rest_of_key)
+    number = asked_for(courier, namespace, key, rest_of_key)
     if number == MAX_ASKED:
         return False
     asked = courier.asked[number]

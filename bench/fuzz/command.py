@@ -22,6 +22,7 @@ from kvcast.bench.fuzz import (  # noqa: F401 - they register their targets
     departures,
     entry_points,
     kept,
+    pushing,
     rdma_link,
     routing,
     shared_memory,

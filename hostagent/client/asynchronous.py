@@ -62,7 +62,7 @@ class AsyncClient:
         self._cut = False
         """The connection is gone, and is being made anew."""
         self._courier: socket.socket | None = None
-        self._courier_waiting: dict[int, asyncio.Future[local.Got | None]] = {}
+        self._courier_waiting: dict[int, asyncio.Future[local.AgentReply | None]] = {}
         """Questions to the courier; None is told where the agent is to be asked."""
         self._gone = ""
         self._reader: asyncio.StreamReader
@@ -161,20 +161,20 @@ class AsyncClient:
         elif got is not None:
             self._conversation.give_back(got)
 
-    async def _ask_courier(self, ask: Ask) -> Ask | local.Got:
+    async def _ask_courier(self, ask: Ask) -> Ask | local.AgentReply:
         """Ask the courier; its answer, or what the agent is to be asked."""
         loop = asyncio.get_running_loop()
         if self._courier is None:
             return ask
         end = loop.time() + ask.patience_s
         number = ask.request.request
-        future: asyncio.Future[local.Got | None] = loop.create_future()
+        future: asyncio.Future[local.AgentReply | None] = loop.create_future()
         try:
             self._courier.send(ask.courier)
         except OSError:  # it is full, or gone
             return ask
         self._courier_waiting[number] = future
-        got: local.Got | None = None
+        got: local.AgentReply | None = None
         taken = False
         try:
             async with asyncio.timeout(ask.patience_s):

@@ -114,7 +114,7 @@ class Client:
             self._courier_patience_s = -1.0
         self._conversation.has_courier = self._courier is not None
 
-    def _ask_courier(self, ask: Ask, end: float) -> Ask | local.Got:
+    def _ask_courier(self, ask: Ask, end: float) -> Ask | local.AgentReply:
         """Ask the courier; its answer, or what the agent is to be asked."""
         courier, conversation = self._courier, self._conversation
         if courier is None or not ask.courier:

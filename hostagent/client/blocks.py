@@ -102,10 +102,11 @@ class Reservation:
     a writable memoryview of its size, format "B"; `failed`: key to the status of those for which
     there was no room."""
 
-    def __init__(self, abort: Callable[[list[int]], None]) -> None:
+    def __init__(self, abort: Callable[[list[int]], None], namespace: int) -> None:
         self.views: dict[bytes, memoryview] = {}
         self.failed: dict[bytes, str] = {}
         self.tickets: dict[int, bytes] = {}
+        self.namespace = namespace
         self._abort = abort
 
     def take(self) -> dict[int, bytes]:

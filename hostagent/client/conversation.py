@@ -37,6 +37,8 @@ from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.framing import FramingError, MessageCodec
 from kvcast.protocol.messages.local import LOCAL_PROTOCOL_VERSION, MAX_KEYS, MAX_LOCAL_MESSAGE_BYTES
 from kvcast.protocol.messages.questions import (
+    ACK_BY_DEFAULT,
+    ACK_HOME,
     ANSWER,
     ASK_AGENT,
     FIRST_HANDLE,
@@ -45,6 +47,9 @@ from kvcast.protocol.messages.questions import (
     GIVEN,
     MAX_DEADLINE_MS,
     MAX_MANY,
+    PUT,
+    PUT_HOME,
+    PUT_QUESTION,
     QUESTION,
     RELEASE,
     TIERS,
@@ -79,6 +84,8 @@ class Ask(msgspec.Struct, frozen=True):
     patience_s: float
     courier: bytes = b""
     """The same for the courier, which may be asked first; `heard_of_courier` hears the answer."""
+    about: int = 0
+    """The namespace of such a question, or of a put `_puts_to` it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +97,8 @@ class Part:
     keys: list[bytes]
 
 
+_COURIERS_ACKS: Final = {"": ACK_BY_DEFAULT, "home": ACK_HOME}
+"""What the courier can wait for."""
 _HANDED_OVER: Final = local.GotBlock("handed_over", "")
 """What the courier has left to the agent."""
 _Result: TypeAlias = Block | Outcome
@@ -128,9 +137,10 @@ class Conversation:
         self.courier_fd = -1
         """The courier's socket, where there is one; the driver's to take and to close."""
         self._refused: dict[int, int] = {}
-        """By namespace, how many questions in a row the courier has handed over,"""
+        """By namespace (and for puts `_puts_to` it), how many questions in a row the courier has
+        handed over,"""
         self._passes: dict[int, int] = {}
-        """and how many gets it is therefore not asked for."""
+        """and how many it is therefore not asked for."""
         self.is_cut: Callable[[], bool] = lambda: False
         """Whether the connection has ended, which nobody need have heard yet; set by the driver."""
         self.has_courier = False
@@ -267,19 +277,36 @@ class Conversation:
         """The question for the courier, if it is one for it."""
         if not self.has_courier or len(keys) > MAX_MANY or self._local is None:
             return b""
-        passes = self._passes.get(namespace, 0)
-        if passes:
-            self._passes[namespace] = passes - 1
-            return b""
         meaning = self._local.meaning(namespace)
-        if meaning is None:
+        if meaning is None or not self._is_to_be_asked(namespace):
             return b""
         deadline_ms = min(int(deadline_s * 1000), MAX_DEADLINE_MS)
         kind = GET if len(keys) == 1 else GET_MANY
         question = QUESTION.pack(kind, namespace, deadline_ms, number, keys[0], meaning)
         return question + b"".join(keys[1:])
 
-    def heard_of_courier(self, answer: bytes) -> tuple[int, local.Got | None]:
+    def _ask_to_put(
+        self, request: local.Put | local.Commit, namespace: int, key: bytes, ticket: int
+    ) -> Ask:
+        """Ask that what is written in a room becomes a block: the courier, if it can do that."""
+        question = b""
+        about, ack = _puts_to(namespace), _COURIERS_ACKS.get(request.ack)
+        if self.has_courier and self._local is not None and ack is not None:
+            meaning = self._local.meaning(namespace)
+            if meaning is not None and self._is_to_be_asked(about):
+                question = PUT_QUESTION.pack(
+                    *(PUT, namespace, ack, request.request, key, meaning, ticket)
+                )
+        return Ask(request, SLOW_REQUEST_S, question, about)
+
+    def _is_to_be_asked(self, what: int) -> bool:
+        """Whether the courier is asked this time (see `handed_over`)."""
+        passes = self._passes.get(what, 0)
+        if passes:
+            self._passes[what] = passes - 1
+        return not passes
+
+    def heard_of_courier(self, answer: bytes) -> tuple[int, local.Got | local.Committed | None]:
         """What the courier has said: to which question, and the answer; None = the agent is to be
         asked. An answer that nobody waits for is to be given back."""
         if not answer or len(answer) % ANSWER.size:
@@ -297,6 +324,11 @@ class Conversation:
                 blocks.append(found)
             elif status == ASK_AGENT:
                 blocks.append(_HANDED_OVER)
+            elif status == PUT_HOME and len(answer) == ANSWER.size:
+                self._refused.clear()
+                room = local.Extent(local.OK, handle, offset) if handle else None
+                put = local.PutBlock(local.OK, size_bytes, digest)
+                return number, local.Committed(number, [put], room)
             else:
                 raise AgentGoneError("the courier is not understood")
         if refused:
@@ -308,11 +340,12 @@ class Conversation:
         """What the agent is to be asked where the courier has no answer, and so much is left of the
         patience. Where that goes on, the courier is asked for fewer and fewer gets of the
         namespace, until it has an answer again."""
-        request = ask.request
-        assert isinstance(request, local.Get)
-        refused = self._refused.get(request.namespace, 0)
-        self._refused[request.namespace] = refused + 1
-        self._passes[request.namespace] = min(max(0, refused + 1 - FREE_REFUSALS) ** 2, MOST_PASSES)
+        request, about = ask.request, ask.about
+        refused = self._refused.get(about, 0)
+        self._refused[about] = refused + 1
+        self._passes[about] = min(max(0, refused + 1 - FREE_REFUSALS) ** 2, MOST_PASSES)
+        if not isinstance(request, local.Get):
+            return Ask(request, max(left_s, 0.001))
         deadline_s = max(0.0, request.deadline_s - (ask.patience_s - left_s))
         return Ask(msgspec.structs.replace(request, deadline_s=deadline_s), max(left_s, 0.001))
 
@@ -459,7 +492,7 @@ class Conversation:
                 courier = b""
                 if not (gather_ms or group or expect):
                     courier = self._for_courier(number, namespace, batch, deadline_s)
-                ask = Ask(request, deadline_s + GRACE_S, courier)
+                ask = Ask(request, deadline_s + GRACE_S, courier, namespace)
                 began = time.monotonic()
                 got = self._checked((yield ask), local.Got)
                 blocks = _one_each(batch, got.blocks)
@@ -601,7 +634,8 @@ class Conversation:
         try:
             self._memory.room(room.offset, len(view))[:] = view
             request = local.Put(next(self._numbers), namespace, [key], room.ticket, ack)
-            committed = yield from self._ask(request, local.Committed, SLOW_REQUEST_S)
+            ask = self._ask_to_put(request, namespace, key, room.ticket)
+            committed = self._checked((yield ask), local.Committed)
         except BaseException:
             self._abort([room.ticket])
             raise
@@ -634,7 +668,7 @@ class Conversation:
         depths = {key: depth for depth, key in enumerate(_check_keys(prefix))}
         if any(not 0 < size_bytes < 1 << 32 for size_bytes in sizes.values()):
             raise ValueError("a block has at least one byte, and less than 4 GiB")
-        reservation = Reservation(self._abort)
+        reservation = Reservation(self._abort, namespace)
         try:
             for part in _parts(list(sizes.items()), MAX_KEYS):
                 keys = [key for key, _ in part]
@@ -693,7 +727,11 @@ class Conversation:
         try:
             for part in _parts(list(tickets), MAX_KEYS):
                 commit = local.Commit(next(self._numbers), part, ack, again is not None)
-                committed = yield from self._ask(commit, local.Committed, SLOW_REQUEST_S)
+                ask = Ask(commit, SLOW_REQUEST_S)
+                if len(tickets) == 1 and again is None:
+                    (key,) = tickets.values()
+                    ask = self._ask_to_put(commit, reservation.namespace, key, part[0])
+                committed = self._checked((yield ask), local.Committed)
                 if again is not None:
                     self._take_room(again, committed)
                 del left[: len(part)]
@@ -805,6 +843,11 @@ class Conversation:
         """What the agent knows of the pool, and which of `keys` this node holds."""
         request = local.DescribePool(next(self._numbers), namespace, _check_keys(keys))
         return (yield from self._ask(request, local.PoolDescription, GRACE_S))
+
+
+def _puts_to(namespace: int) -> int:
+    """As which number the courier's answers to puts of a namespace are remembered."""
+    return -1 - namespace
 
 
 def _watch_forks(conversation: Conversation) -> None:

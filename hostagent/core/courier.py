@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Final, Protocol
@@ -120,6 +120,51 @@ class Holder(Protocol):
     def returned(self, handle: int) -> None:
         """It said that it does not need a handle any more."""
 
+    def put_on_the_courier(self, rooms: Rooms | None) -> None:
+        """Room that it is given to put may be put by a question, if it is lent to `rooms`; None =
+        from now on none may."""
+
+    def was_put(self, ticket: int) -> None:
+        """Its block is at home: the room is not the client's any more, which has been given its
+        spare one if it had this ahead."""
+
+    def leaves_behind(self, ticket: int) -> None:
+        """It goes while this room is being put: the room is not the session's any more."""
+
+
+class Rooms(Protocol):
+    """A client's rooms that it may put by a question."""
+
+    def lend(self, ticket: int, copy: Copy, *, spare: bool = False) -> None:
+        """This is one, if there are not too many; a `spare` one, once the client was given it with
+        the answer to a put."""
+
+    def give_spare(self, ticket: int) -> None:
+        """The client was given that."""
+
+    def take_back(self, tickets: Collection[int]) -> bool:
+        """These are none; False where one of them is being put, and nobody may touch it: then
+        nothing is done."""
+
+
+class PutsByQuestion(Protocol):
+    """Who sees to puts that clients ask for on the courier's sockets."""
+
+    def join(self, client: int, holder: Holder) -> None:
+        """A client, by its number."""
+
+    def leave(self, client: int) -> None:
+        """It is gone."""
+
+    def book(self, now: float) -> None:
+        """Hear of what was done."""
+
+    def withdraw(self, place: int) -> None:
+        """A landing place in which a block is coming is needed otherwise."""
+
+    def values(self) -> dict[str, float]:
+        """Totals by name."""
+
 
 @dataclass(slots=True)
 class CourierCounters:
@@ -165,7 +210,7 @@ class _Sizes:
 
 
 @dataclass(slots=True)
-class _Pause:
+class Pause:
     """A node that had better not be asked for a conveyor."""
 
     backoff: Backoff = field(
@@ -237,7 +282,8 @@ class Courier:
         """Whether somebody makes conveyors that are wished for."""
         self._pending: dict[int, bytearray] = {}
         """By conveyor, what has come of a header (without sockets)."""
-        self._pauses: BoundedMap[int, _Pause] = BoundedMap(NODES)
+        self.pushes: PutsByQuestion | None = None
+        self._pauses: BoundedMap[int, Pause] = BoundedMap(NODES)
         """By node, where a conveyor was not to be had."""
         mine = self._courier
         mine.table = requester.placement.address
@@ -320,11 +366,16 @@ class Courier:
             client.held_bytes = held_bytes
 
         holder.on_the_courier(tell)
+        if self.pushes is not None:
+            self.pushes.join(number, holder)
         return number
 
     def leave(self, number: int) -> None:
         """A client is gone."""
         self.book(self._now)
+        if self.pushes is not None:
+            self.pushes.book(self._now)
+            self.pushes.leave(number)
         self.code.leave(self.address, number)
         self._clients[number].state = 0
         self._holders.pop(number).on_the_courier(lambda _held_bytes: None)
@@ -445,7 +496,7 @@ class Courier:
 
     def conveyor_failed(self, now: float, node: int) -> None:
         """There is none from that node; it is asked again after a while."""
-        pause = self._pauses.setdefault(node, _Pause())
+        pause = self._pauses.setdefault(node, Pause())
         pause.until = now + pause.backoff.next_pause_s()
 
     def conveyor_gone(self, now: float, number: int) -> None:
@@ -533,6 +584,11 @@ class Courier:
             self.read[_READ_LEAD : _READ_LEAD + len(read)] = read
         ctypes.memmove(self._homes, (ctypes.c_uint32 * BUCKETS)(*homes), ctypes.sizeof(self._homes))
 
+    @property
+    def is_shut(self) -> bool:
+        """Whether it is asked for nothing any more."""
+        return self._shut
+
     def shut(self) -> None:
         """It is asked for nothing any more."""
         self._shut = True
@@ -541,21 +597,26 @@ class Courier:
     def learn(self, now: float, block: BlockId, size_bytes: int) -> None:
         """This block was fetched: the next of its namespace will be about as large, or as large as
         another was of late. If it is large, there had better be a conveyor from where it was."""
-        known = self._like(block.namespace, size_bytes)
+        known = self.expect(now, block.namespace, size_bytes)
+        home: int = self._homes[bucket_of(block.key)]
+        large = size_bytes > SEGMENT_BYTES or known.stock > STOCK
+        if large and home != NOBODY and home not in self._conveyed:
+            self._courier.wished = home + 1
+
+    def expect(self, now: float, namespace: int, size_bytes: int) -> _Size:
+        """As `learn`, of a block that has come from anywhere."""
+        known = self._like(namespace, size_bytes)
         if known is None:
-            known = self._enter(_Size(block.namespace, size_bytes))
+            known = self._enter(_Size(namespace, size_bytes))
         if not known.have:
             known.lacks = self._short = True
-            of = self._namespaces[block.namespace]
+            of = self._namespaces[namespace]
             of.wrong += 1
             if of.wrong > OTHER_SIZES:
                 further = of.wrong - OTHER_SIZES
                 of.not_before = now + pause_after(further, OTHER_SIZE_S, OTHER_SIZE_MAX_S)
         self._use(known)
-        home: int = self._homes[bucket_of(block.key)]
-        large = size_bytes > SEGMENT_BYTES or known.stock > STOCK
-        if large and home != NOBODY and home not in self._conveyed:
-            self._courier.wished = home + 1
+        return known
 
     def _like(self, namespace: int, size_bytes: int) -> _Size | None:
         """The size of a namespace in whose landing places such a block may land."""
@@ -710,6 +771,9 @@ class Courier:
     def _give_back(self, number: int) -> None:
         if self._landings[number].state == courier.LANDING_TAKEN:
             self.code.yield_all(self.address)  # also: what a conveyor still brings goes nowhere
+        elif self._landings[number].state == courier.LANDING_PUSHED:
+            assert self.pushes is not None
+            self.pushes.withdraw(number)
         copy, _ = self._take_place(number)
         self._store.abort(copy)
 
@@ -755,11 +819,16 @@ class Courier:
             client.held_bytes, client.max_bytes = self._holders[number].may_be_given()
         return True
 
-    def _landed(self, now: float, told: Told) -> Copy:
-        copy, size = self._take_place(told.landing)
+    def take_landed(self, number: int) -> Copy:
+        """A block has landed there: the room that it takes, which is not the courier's any more."""
+        copy, size = self._take_place(number)
         self._use(size)
-        of = self._namespaces[told.namespace]
+        of = self._namespaces[size.namespace]
         of.wrong = max(0, of.wrong - 1)
+        return copy
+
+    def _landed(self, now: float, told: Told) -> Copy:
+        copy = self.take_landed(told.landing)
         landed = self._store.land(
             copy, BlockId(told.namespace, told.key), told.size_bytes, told.digest
         )
@@ -829,7 +898,8 @@ class Courier:
         values = {f"courier_handed_over_{why}": float(self._reasons[n]) for n, why in _REASONS}
         for name in CourierCounters.__slots__:
             values[f"courier_{name}"] = float(getattr(self.counters, name))
-        return {f"{name}_total": value for name, value in values.items()}
+        totals = {f"{name}_total": value for name, value in values.items()}
+        return totals if self.pushes is None else totals | self.pushes.values()
 
     @property
     def ready_bytes(self) -> int:

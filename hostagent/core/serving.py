@@ -61,8 +61,12 @@ class Serving:
         self._note_heat = note_heat
         self.conveys = False
         """Whether there can be conveyors from here,"""
+        self.takes_pushes = False
+        """whether other nodes may push blocks here on connections of their own,"""
         self.is_tight: Callable[[], bool] = lambda: False
         """and whether they had better not be, for the sake of other namespaces."""
+        self.stored: Callable[[BlockId, int], None] = lambda _block, _size_bytes: None
+        """Told of every block, and its size in bytes, that has come by a call."""
         self.came: Callable[[BlockId], None] = lambda _block: None
         """Told of every block that another node has put here: while blocks are handed over, it must
         be handed on. So where a map is not settled, no put may pass this by."""
@@ -139,8 +143,15 @@ class Serving:
             in_force = self._store.commit(copy, header.digest, home=True)
         except StaleReservationError:
             return bulk.FORBIDDEN
+        self.stored(copy.block, copy.size_bytes)
         self.came(copy.block)
         return bulk.DONE if in_force is copy else bulk.HELD
+
+    def pushed(self, block: BlockId, size_bytes: int) -> None:
+        """Another node has pushed a block here, which has been committed."""
+        self._metrics.bulk_requests_served_total += 1
+        self._metrics.payload_bytes_received_bulk_put_total += size_bytes
+        self.came(block)
 
     def abort_put(self, copy: Copy) -> None:
         """The bytes did not come."""
@@ -205,7 +216,8 @@ class Serving:
         compiled code."""
         pool = self._outbox.pool
         known = pool is not None and caller in pool.nodes_by_id
-        if self.conveys and known and convey.version == CONVEYOR_VERSION and not self.is_tight():
+        able = self.takes_pushes if convey.pushes else self.conveys
+        if able and known and convey.version == CONVEYOR_VERSION and not self.is_tight():
             return bulk.DONE
         self._metrics.bulk_requests_refused_total += 1
         return bulk.FORBIDDEN

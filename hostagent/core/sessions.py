@@ -22,6 +22,7 @@ from collections.abc import Callable
 import msgspec
 from kvcast.hostagent.core.access import ALL_TENANTS, Tenants
 from kvcast.hostagent.core.agent import AgentCore, MissingSecretError
+from kvcast.hostagent.core.courier import Rooms
 from kvcast.hostagent.core.reads import GetBatch
 from kvcast.hostagent.core.shared_index import Region
 from kvcast.hostagent.core.store import RESERVED, Copy, QuotaError, StoreError
@@ -83,6 +84,10 @@ class Session:
         self._tickets: dict[int, Copy] = {}
         self._ahead = 0
         """The ticket of the room that was given ahead; 0: there is none."""
+        self._spare = 0
+        """The same of the one that it is given after that, which it does not know of yet."""
+        self._rooms: Rooms | None = None
+        """Where rooms stand that it may put without a message."""
         self._pins: dict[BlockId, list[Copy]] = {}
         self._pin_count = 0
         self._held: dict[Copy, int] = {}  # how many handles, tickets and pins name a copy
@@ -239,7 +244,8 @@ class Session:
         store = self._core.store
         for copy in self._handles.values():
             store.unpin(copy)
-        self._is_ahead_no_more()
+        for ticket in (self._ahead, self._spare):
+            self._is_ahead_no_more(ticket)
         for copy in list(self._tickets.values()):
             self._give_back_room(copy)
         for pins in self._pins.values():
@@ -540,18 +546,22 @@ class Session:
         known = [parent for parent in parents if parent]
         derived = iter(self._core.pool_keys(request.namespace, known))
         extents = []
+        # Homes are not told by the courier which prefix a block is of.
+        alone = count == 1 and not request.parents
         self._look()
         for key, size_bytes, parent, depth in zip(
             request.keys, request.sizes, parents, depths, strict=True
         ):
             above = next(derived) if parent else b""
             extents.append(
-                self._alloc_one(BlockId(request.namespace, key), size_bytes, above, depth)
+                self._alloc_one(
+                    BlockId(request.namespace, key), size_bytes, above, depth, alone=alone
+                )
             )
         self._reply(local.Allocated(request.request, extents))
 
     def _alloc_one(
-        self, block: BlockId, size_bytes: int, parent: bytes, depth: int
+        self, block: BlockId, size_bytes: int, parent: bytes, depth: int, *, alone: bool
     ) -> local.Extent:
         store = self._core.store
         if size_bytes > min(
@@ -573,6 +583,8 @@ class Session:
         self._core.limits.moved(block.namespace, size_bytes)
         self._tickets[ticket] = copy
         self._hold(copy)
+        if alone and self._rooms is not None:
+            self._rooms.lend(ticket, copy)
         return local.Extent(local.OK, ticket, copy.offset)
 
     def _take_tickets(self, tickets: list[int]) -> list[Copy] | None:
@@ -580,8 +592,10 @@ class Session:
         or named twice, and then all stay as they are."""
         if len(set(tickets)) != len(tickets) or any(t not in self._tickets for t in tickets):
             return None
-        if self._ahead in tickets:
-            self._is_ahead_no_more()
+        if self._rooms is not None and not self._rooms.take_back(tickets):
+            return None  # one is being put, by a question to the courier
+        for ticket in tickets:
+            self._is_ahead_no_more(ticket)
         copies = [self._tickets.pop(ticket) for ticket in tickets]
         for copy in copies:
             self._let_go(copy)
@@ -589,7 +603,8 @@ class Session:
 
     def _commit(self, now: float, request: local.Commit) -> None:
         # What was given ahead has no name yet.
-        copies = self._take_tickets(request.tickets) if self._ahead not in request.tickets else None
+        ahead = {self._ahead, self._spare}.intersection(request.tickets)
+        copies = None if ahead else self._take_tickets(request.tickets)
         if copies is None:
             self._fail(request.request, local.INVALID, "unknown ticket")
             return
@@ -618,7 +633,9 @@ class Session:
             # Its bytes were taken from another namespace's quota.
             self._fail(request.request, local.INVALID, "the room is another namespace's")
             return
-        self._take_tickets([request.ticket])
+        if self._take_tickets([request.ticket]) is None:
+            self._fail(request.request, local.INVALID, "the room is being put")
+            return
         self._core.store.name(copy, BlockId(request.namespace, request.keys[0]))
         self._core.limits.moved(request.namespace, copy.size_bytes)
 
@@ -630,10 +647,40 @@ class Session:
         self._core.writes.commit(now, [copy], answered, request.ack)
 
     def _room_ahead(self, like: Copy) -> local.Extent | None:
-        """Room for a block of the namespace and size of that one, before its name is known: one a
-        client, and of the arena and of the namespace's quota a small part. Nobody can take it
-        back while the client lives, who may be writing there; so none where there is a ledger,
-        which the agent that comes after would have to believe about a block without a name."""
+        """Room for a block of the namespace and size of that one, before its name is known: of the
+        arena and of the namespace's quota a small part. Nobody can take it back while the client
+        lives, who may be writing there; so none where there is a ledger, which the agent that comes
+        after would have to believe about a block without a name. One a client; and one more that it
+        is given after that, where it may put it without a message."""
+        if self._ahead:
+            return None
+        spare = self._tickets.get(self._spare)
+        if spare is not None and not _are_alike(spare, like):
+            self._drop_spare()
+        if self._spare:
+            self._ahead, self._spare = self._spare, 0
+            if self._rooms is not None:
+                self._rooms.give_spare(self._ahead)
+        else:
+            self._ahead = self._reserve_ahead(like, spare=False)
+        if not self._ahead:
+            return None
+        self._have_spare(like)
+        return local.Extent(local.OK, self._ahead, self._tickets[self._ahead].offset)
+
+    def _drop_spare(self) -> None:
+        """Give the room back that the client does not know of."""
+        copies = self._take_tickets([self._spare])
+        assert copies is not None
+        self._core.store.abort(copies[0])
+
+    def _have_spare(self, like: Copy) -> None:
+        """Have a room for after the one that the client has, if it may put that by a question."""
+        if self._rooms is not None and self._ahead and not self._spare:
+            self._spare = self._reserve_ahead(like, spare=True)
+
+    def _reserve_ahead(self, like: Copy, *, spare: bool) -> int:
+        """Reserve a room like that; its ticket, 0 where there is none to be had."""
         store, core = self._core.store, self._core
         namespace, reserved_bytes = like.block.namespace, like.reserved_bytes
         quota = store.quota_of(namespace)
@@ -641,26 +688,51 @@ class Session:
             store.allocator.capacity_bytes // AHEAD_OF_ARENA - core.ahead_bytes,
             quota // AHEAD_OF_QUOTA if quota else reserved_bytes,
         )
-        if self._closed or self._ahead or core.ledger is not None or reserved_bytes > most_bytes:
-            return None
+        if self._closed or core.ledger is not None or reserved_bytes > most_bytes:
+            return 0
         held_bytes, most_bytes = self.may_be_given()
         if held_bytes + reserved_bytes > most_bytes:
-            return None
+            return 0
         try:
             copy = store.reserve(BlockId(namespace, b""), like.size_bytes)
         except StoreError:
-            return None
-        self._ahead = self._number()
+            return 0
+        ticket = self._number()
         core.ahead_bytes += reserved_bytes
-        self._tickets[self._ahead] = copy
+        self._tickets[ticket] = copy
         self._hold(copy)
-        return local.Extent(local.OK, self._ahead, copy.offset)
+        if self._rooms is not None:
+            self._rooms.lend(ticket, copy, spare=spare)
+        return ticket
 
-    def _is_ahead_no_more(self) -> None:
-        """The room is used, or given back."""
-        if self._ahead:
-            self._core.ahead_bytes -= self._tickets[self._ahead].reserved_bytes
-            self._ahead = 0
+    def _is_ahead_no_more(self, ticket: int) -> None:
+        """A ticket's room is used, or given back: if it was given ahead, there may be another."""
+        if ticket and ticket in (self._ahead, self._spare):
+            self._core.ahead_bytes -= self._tickets[ticket].reserved_bytes
+            if ticket == self._spare:
+                self._spare = 0
+            else:
+                self._ahead = 0
+
+    # --- the courier's `Holder`, of rooms -----------------------------------------------------
+
+    def put_on_the_courier(self, rooms: Rooms | None) -> None:
+        """Room that it is given to put may be put by a question, if it is lent to `rooms`; None =
+        from now on none may."""
+        self._rooms = rooms
+
+    def was_put(self, ticket: int) -> None:
+        """The block in that room is at home; and if the client had it ahead, it has the next."""
+        copy, was_ahead = self._tickets[ticket], ticket == self._ahead
+        self.leaves_behind(ticket)
+        if was_ahead:
+            self._ahead, self._spare = self._spare, 0
+            self._have_spare(copy)
+
+    def leaves_behind(self, ticket: int) -> None:
+        """This room is not the session's any more."""
+        self._is_ahead_no_more(ticket)
+        self._let_go(self._tickets.pop(ticket))
 
     def _abort(self, request: local.Abort) -> None:
         copies = self._take_tickets(request.tickets)
@@ -796,3 +868,7 @@ class Session:
 
 def _parts_of(info: NamespaceInfo) -> tuple[str, str, str, str]:
     return info.tenant, info.model, info.version, info.layout
+
+
+def _are_alike(one: Copy, other: Copy) -> bool:
+    return (one.block.namespace, one.size_bytes) == (other.block.namespace, other.size_bytes)

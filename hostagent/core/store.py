@@ -708,7 +708,9 @@ class Store:
         assert copy.block == BlockId(block.namespace, b""), copy
         copy.block = block
 
-    def land(self, copy: Copy, block: BlockId, size_bytes: int, digest: int) -> Copy:
+    def land(
+        self, copy: Copy, block: BlockId, size_bytes: int, digest: int, *, home: bool = False
+    ) -> Copy:
         """As `commit`, pinned once, of a block that was not known when room was made for it, or for
         a larger one, and whose reader has been told where it lies. So where the block is held
         already, or the namespace was dropped, its bytes stay for that reader alone."""
@@ -717,8 +719,11 @@ class Store:
         assert size_bytes <= copy.size_bytes, copy
         copy.block, copy.size_bytes = block, size_bytes
         stale = copy.generation < self._dropped_in.get(block.namespace, 0)
-        if not stale and self.peek(block) is None:
-            return self.commit(copy, digest, home=False, pinned=True)
+        held = None if stale else self.peek(block)
+        if not stale and held is None:
+            return self.commit(copy, digest, home=home, pinned=True)
+        if held is not None:
+            held.home = held.home or home
         self.counters.duplicates += 1
         copy.state = DOOMED
         copy.digest = digest

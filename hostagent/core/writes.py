@@ -23,6 +23,7 @@ from typing import Final
 
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.metrics import Metrics
+from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.store import COMMITTED, DOOMED, Copy, StaleReservationError, Store
 from kvcast.protocol.links.bulk import EVICTED, PutCall
 from kvcast.protocol.messages import bulk, local
@@ -112,10 +113,7 @@ class Writes:
         return batch
 
     def _commit_one(self, now: float, batch: PutBatch, position: int, copy: Copy, ack: str) -> None:
-        self._metrics.puts_total += 1
-        mine = self._metrics.by_namespace.of(copy.block.namespace)
-        mine.puts += 1
-        mine.put_bytes += copy.size_bytes
+        self._count(copy)
         done = copy.state == COMMITTED
         if copy.state == DOOMED:  # it was a block, and has been dropped since
             self._answer(batch, _Put(position, copy, -1, ack, 0, copies=0), local.OK)
@@ -137,15 +135,54 @@ class Writes:
             return
         if ack == ACK_LOCAL or (ack == ACK_HOME and homes[0] == pool.index):
             self._answer(batch, put, local.OK)
-        for node in homes:
-            if node == pool.index:
+        self._replicate(now, batch, put, pool, meaning, pool.index)
+        self._settle(batch, put)
+
+    @property
+    def home_is_enough(self) -> bool:
+        """Whether puts that do not say what is to be waited for wait for their first home."""
+        return self._options.put_ack == ACK_HOME
+
+    def pushed(self, now: float, copy: Copy, digest: int, home: int) -> None:
+        """The put of a reserved copy, which `home` has, has been acknowledged: it is a block here,
+        too, and goes to the other homes."""
+        self._count(copy)
+        self._metrics.replications_total += 1
+        self._metrics.bulk_requests_sent_total += 1
+        self._metrics.payload_bytes_sent_bulk_put_total += copy.size_bytes
+        pool = self._outbox.pool
+        homes = pool.homes_of(copy.block) if pool is not None else ()
+        here = pool is not None and pool.index in homes
+        try:
+            copy = self._store.commit(copy, digest, home=here)
+        except StaleReservationError:
+            return
+        meaning = pool.meaning_of(copy.block.namespace) if pool is not None else None
+        if pool is None or meaning is None:
+            return
+        put = _Put(0, copy, home, ACK_HOME, len(homes), copies=1)
+        batch = PutBatch([None], _heard, 1)
+        self._answer(batch, put, local.OK)
+        self._replicate(now, batch, put, pool, meaning, home)
+
+    def _count(self, copy: Copy) -> None:
+        self._metrics.puts_total += 1
+        mine = self._metrics.by_namespace.of(copy.block.namespace)
+        mine.puts += 1
+        mine.put_bytes += copy.size_bytes
+
+    def _replicate(
+        self, now: float, batch: PutBatch, put: _Put, pool: Pool, meaning: int, has_it: int
+    ) -> None:
+        """Send a put's copy to the block's homes but this node, and one that has it."""
+        for node in pool.homes_of(put.copy.block):
+            if node in (pool.index, has_it):
                 continue
             if self.replications >= self._options.max_replications:
                 self._metrics.replications_dropped_total += 1
                 put.refused = local.BUSY
                 continue
             self._send(now, batch, put, node, pool.epoch, meaning)
-        self._settle(batch, put)
 
     def _send(
         self, now: float, batch: PutBatch, put: _Put, node: int, epoch: int, meaning: int
@@ -210,3 +247,7 @@ class Writes:
         batch.left -= 1
         if batch.left == 0:
             batch.answered(batch)
+
+
+def _heard(_batch: PutBatch) -> None:
+    """Of a put whose client has been answered."""

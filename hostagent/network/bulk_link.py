@@ -21,6 +21,7 @@ from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.store import Copy
 from kvcast.hostagent.network.conveyor import ConveyorSockets
 from kvcast.hostagent.network.lander import Lander, available
+from kvcast.hostagent.network.pushing import PushSockets
 from kvcast.protocol.links.bulk import BulkOptions
 from kvcast.protocol.links.bulk_callee import BulkCallee
 from kvcast.protocol.links.bulk_caller import BulkCaller as CallerCore
@@ -55,8 +56,10 @@ class BulkCaller:
         self._scratch = memoryview(bytearray(PIECE_BYTES))
         self.conveyors: ConveyorSockets | None = None
         """Who takes conveyors; set by whoever assembles."""
-        self._conveying: dict[str, ConveyCall] = {}
-        """By node, the conveyor that is being made."""
+        self.pushes: PushSockets | None = None
+        """Who pushes blocks; set likewise."""
+        self._conveying: dict[tuple[str, bool], ConveyCall] = {}
+        """By node, and whether it is for pushing, the conveyor that is being made."""
         self._soon = False
         self._dispatching = False
         self._ended: list[Complete] = []
@@ -135,16 +138,19 @@ class BulkCaller:
         )
         driver.connect(node.bulk_host, node.bulk_port, self._credentials)
 
-    def convey(self, index: int) -> None:
-        """Try to have a conveyor from that node, at whose end `conveyors` are told."""
-        pool, conveyors = self._core.pool, self.conveyors
+    def convey(self, index: int, *, pushes: bool = False) -> None:
+        """Try to have a conveyor from that node, at whose end `conveyors` are told; or, with
+        `pushes`, a connection to push blocks on, at whose end those are."""
+        pool = self._core.pool
         node = pool.nodes.get(index) if pool is not None else None
-        if node is None or conveyors is None or node.node_id in self._conveying:
+        told = self.pushes if pushes else self.conveyors
+        if node is None or told is None or (node.node_id, pushes) in self._conveying:
             return
+        name = node.node_id, pushes
         loop = asyncio.get_running_loop()
         until = loop.time() + self._link.options.connect_timeout_s
-        call = ConveyCall(self._core.options.node_id, node, until)
-        self._conveying[node.node_id] = call
+        call = ConveyCall(self._core.options.node_id, node, until, pushes=pushes)
+        self._conveying[name] = call
 
         def opened(_transport: asyncio.Transport) -> ConveyCall:
             call.connected()
@@ -152,13 +158,17 @@ class BulkCaller:
 
         def changed() -> None:
             if call.agreed and not call.closed:
-                conveyors.take_from(driver.detach(), index, node.node_id)
+                sock = driver.detach()
+                if isinstance(told, PushSockets):
+                    told.push_to(sock, index, node.node_id)
+                else:
+                    told.take_from(sock, index, node.node_id)
                 call.end(loop.time())
                 driver.flush()
-            elif call.closed and self._conveying.get(node.node_id) is call:
-                del self._conveying[node.node_id]
+            elif call.closed and self._conveying.get(name) is call:
+                del self._conveying[name]
                 if not call.agreed:
-                    conveyors.failed(loop.time(), index)
+                    told.failed(loop.time(), index)
 
         driver = ConnectingDriver(
             *(call, self._scratch, opened),
@@ -169,7 +179,7 @@ class BulkCaller:
 
     async def close(self) -> None:
         """End all calls as unreachable, and close all connections."""
-        self.conveyors = None
+        self.conveyors = self.pushes = None
         for call in list(self._conveying.values()):
             call.end(asyncio.get_running_loop().time())
             call.wake()
@@ -188,6 +198,8 @@ class BulkServer:
         self._credentials = credentials
         self.conveyors: ConveyorSockets | None = None
         """Who gives by conveyors; set by whoever assembles."""
+        self.pushes: PushSockets | None = None
+        """Who takes what is pushed; likewise."""
         self._drivers: set[LinkDriver] = set()
         self._scratch = memoryview(bytearray(PIECE_BYTES))
         self._listener = Listener(
@@ -250,10 +262,12 @@ class BulkServer:
 
         def changed() -> None:
             link, pool = driver.link, self._core.pool
-            if self.conveyors is None or not isinstance(link, BulkCallee) or not link.conveys:
+            if not isinstance(link, BulkCallee) or not link.conveys:
                 return
             node = pool.nodes_by_id.get(link.conveys) if pool is not None else None
-            if node is not None:
+            if node is not None and link.pushes and self.pushes is not None:
+                self.pushes.take_from(driver.detach(), node.index, node.node_id)
+            elif node is not None and self.conveyors is not None and not link.pushes:
                 self.conveyors.give_to(driver.detach(), node.index, node.node_id)
             link.end(asyncio.get_running_loop().time())
             driver.flush()

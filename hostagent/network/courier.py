@@ -30,6 +30,7 @@ from typing import Annotated, Any, Final
 
 from kvcast.hostagent.core.courier import MAX_CLIENTS, Courier, Holder
 from kvcast.hostagent.core.pool import Pool
+from kvcast.hostagent.core.pushing import Pushes
 from kvcast.hostagent.network.conveyor import (
     Conveyors,
     ConveyorSockets,
@@ -40,6 +41,13 @@ from kvcast.hostagent.network.conveyor import (
 )
 from kvcast.hostagent.network.lander import hashing
 from kvcast.hostagent.network.mover import Mover, Moves, receive, send
+from kvcast.hostagent.network.pushing import (
+    PushEnds,
+    PushSockets,
+    push_all,
+    serve_pusher,
+    take_pushes,
+)
 from kvcast.native.linux import (
     CLOCK_MONOTONIC,
     EPOLLIN,
@@ -66,6 +74,7 @@ from kvcast.native.subset import (
     native,
     signed,
     size_of,
+    u16_at,
     unsigned,
 )
 from kvcast.protocol import courier as couriers
@@ -90,7 +99,7 @@ from kvcast.protocol.courier import (
     next_read,
 )
 from kvcast.protocol.lane import JOBS, Lane, NativeLane, answer
-from kvcast.protocol.messages.questions import KEY, MAX_MANY, QUESTION
+from kvcast.protocol.messages.questions import KEY, MAX_MANY, PUT, QUESTION
 from kvcast.protocol.messages.shared import WORD_BYTES
 from kvcast.protocol.placement import (
     ALL_PLACED,
@@ -100,6 +109,7 @@ from kvcast.protocol.placement import (
     address_of_buffer,
     place,
 )
+from kvcast.protocol.pushing import LANDED, expire_pushes, hear_put
 
 BOOKS_AFTER_MS: Final = 2
 WATCH_NS: Final = 50_000
@@ -116,6 +126,13 @@ LANE_FRAMES: Final = 256
 _GIVEN_ENOUGH: Final = GIVEN_ROOM // 2
 _TAKERS: Final = MAX_CLIENTS + 1
 _GIVERS: Final = _TAKERS + NODES
+_PUSHERS: Final = _GIVERS + NODES
+_RECEIVERS: Final = _PUSHERS + NODES
+_LANDED_ENOUGH: Final = LANDED // 32
+"""Blocks that were pushed here, after which Python is to hear of them: there are landing places for
+a few."""
+_LOOK_MS: Final = 100
+"""How often it is looked, while blocks are pushed, whether their connections stand still."""
 _EVENTS: Final = 128
 _ROUNDS: Final = 4
 """Of frames, before others have their turn."""
@@ -142,9 +159,11 @@ class Waiting(Struct):
     """By so many frames it may answer before it sends them."""
     events: Ptr[EpollEvent]
     conveyors: Ptr[Conveyors]
+    pushes: Ptr[PushEnds]
     roles: Ptr[U32]
-    """By descriptor, what it is of: the number of a client, plus 1; from _TAKERS on of a taker, and
-    from _GIVERS on of a giver."""
+    """By descriptor, what it is of: the number of a client, plus 1; from _TAKERS on of a taker,
+    from _GIVERS on of a giver, from _PUSHERS on of a pusher, and from _RECEIVERS on of a receiver.
+    """
     descriptors: Ptr[I32]
     """By number of a client, its descriptor."""
     question: U64
@@ -231,6 +250,13 @@ def serve(w: Waiting, client: U64, now_ns: U64) -> None:
     if got == 0:
         who.state = CLIENT_GONE
         w.attention = 1
+        return
+    if got > 1 and u16_at(w.question)[0] == PUT:
+        if not hear_put(w.pushes[0].pushing[0], client, w.question, unsigned(got), now_ns):
+            who.state = CLIENT_OFFENDS
+            w.attention = 1
+        push_all(w.pushes[0], now_ns)
+        send_answers(w)
         return
     told = hear(courier, client, w.question, unsigned(got), now_ns)
     if told == OFFENCE:
@@ -326,6 +352,8 @@ def wait_for_more(w: Waiting, timeout_ms: I64) -> U32:
     lane = w.lane[0]
     conveyors = w.conveyors[0]
     giving = conveyors.giving[0]
+    pushes = w.pushes[0]
+    pushing = pushes.pushing[0]
     now_ns = now_of(w)
     end_ns = now_ns + unsigned(timeout_ms) * _NS_A_MS
     watch_until_ns = now_ns + WATCH_NS
@@ -346,6 +374,8 @@ def wait_for_more(w: Waiting, timeout_ms: I64) -> U32:
                 pause_ms = until_ms
         next_ns = expire(courier, now_ns)
         send_answers(w)
+        expire_pushes(pushing, now_ns)
+        send_answers(w)
         if next_ns != 0:
             until_ms = signed((next_ns - now_ns + _NS_A_MS - 1) // _NS_A_MS)
             if pause_ms < 0 or until_ms < pause_ms:
@@ -353,7 +383,11 @@ def wait_for_more(w: Waiting, timeout_ms: I64) -> U32:
         untold = courier.record_count != 0 or lane.answered_count != 0 or giving.given_count != 0
         if untold and (pause_ms < 0 or pause_ms > BOOKS_AFTER_MS):
             pause_ms = signed(0 + BOOKS_AFTER_MS)
-        watching = courier.in_flight != 0 and w.vain == 0 and now_ns < watch_until_ns
+        untold = untold or pushing.landed_count != 0
+        if pushing.in_flight != 0 and (pause_ms < 0 or pause_ms > _LOOK_MS):
+            pause_ms = signed(0 + _LOOK_MS)
+        in_flight = courier.in_flight + pushing.in_flight
+        watching = in_flight != 0 and w.vain == 0 and now_ns < watch_until_ns
         if give_more(conveyors, now_ns) or watching:
             pause_ms = signed(0)
         count = epoll_wait(w.epoll, w.events, _EVENTS, pause_ms)
@@ -365,7 +399,7 @@ def wait_for_more(w: Waiting, timeout_ms: I64) -> U32:
                 w.vain = 0 + VAIN_WAITS
             if timeout_ms < 0 or now_ns < end_ns:
                 continue
-        if w.vain != 0 and courier.in_flight != 0:
+        if w.vain != 0 and in_flight != 0:
             w.vain -= 1
         watch_until_ns = now_ns + WATCH_NS
         kept = 0
@@ -377,7 +411,12 @@ def wait_for_more(w: Waiting, timeout_ms: I64) -> U32:
             frames = event.data == w.frames and event.events == EPOLLIN
             if courier.in_flight == 0 and lane.opened == 0:
                 frames = False
-            if role >= _GIVERS:
+            if role >= _RECEIVERS:
+                take_pushes(pushes, role - _RECEIVERS, now_ns)
+            elif role >= _PUSHERS:
+                serve_pusher(pushes, role - _PUSHERS, now_ns)
+                send_answers(w)
+            elif role >= _GIVERS:
                 giver = giving.givers[role - _GIVERS]
                 if giver.gone == 0:
                     give_blocks(conveyors, giver, now_ns)
@@ -399,6 +438,10 @@ def wait_for_more(w: Waiting, timeout_ms: I64) -> U32:
         if courier.wished != 0 or courier.cut != 0 or giving.given_count >= _GIVEN_ENOUGH:
             return 0
         if courier.record_count >= RECORDS_ENOUGH:
+            return 0
+        if pushing.ended_count != 0 or pushing.landed_count >= _LANDED_ENOUGH:
+            return 0
+        if pushing.wished != 0 or pushing.cut != 0:
             return 0
         if courier.landed >= courier.enough_landed and courier.batches_open == 0:
             return 0
@@ -473,6 +516,7 @@ class CourierDriver:
     def __init__(
         self,
         courier: Courier,
+        pushes: Pushes,
         selector: CourierSelector,
         placement: Placement,
         *,
@@ -489,6 +533,7 @@ class CourierDriver:
         tell_within_s: float,
     ) -> None:
         self.courier = courier
+        self.pushes = pushes
         self._lane = lane
         self._open_lane = open_lane
         self._close_lane = close_lane
@@ -521,6 +566,10 @@ class CourierDriver:
         self.connect: Callable[[int], None] = lambda _node: None
         """Told of a node that there had better be a conveyor from."""
         waiting.conveyors = self.conveyors.address
+        self.push_sockets = PushSockets(pushes, hashed, self)
+        self.connect_to_push: Callable[[int], None] = lambda _node: None
+        """The same of one that blocks could be pushed to."""
+        waiting.pushes = self.push_sockets.address
         self._question = bytearray(_QUESTION_BYTES + 2 * _SPARE)
         waiting.epoll = selector.fileno()
         waiting.frames = frames.fileno()
@@ -544,6 +593,8 @@ class CourierDriver:
         for holder in list(self._sockets):
             self.remove(holder)
         self.conveyors.close()
+        self.push_sockets.close()
+        self.pushes.book(time.monotonic())
         self._placement.before_python = lambda _why: False
         self.courier.give_room_back()
 
@@ -595,6 +646,15 @@ class CourierDriver:
         events = select.EPOLLIN | select.EPOLLOUT | select.EPOLLET
         return self._take_role(descriptor, _GIVERS + number, events)
 
+    def push_to(self, descriptor: int, number: int) -> bool:
+        """Have the pusher of that number served: told by edges, as a giver is."""
+        events = select.EPOLLIN | select.EPOLLOUT | select.EPOLLET
+        return self._take_role(descriptor, _PUSHERS + number, events)
+
+    def take_pushes(self, descriptor: int, number: int) -> bool:
+        """Have the receiver of that number served."""
+        return self._take_role(descriptor, _RECEIVERS + number, select.EPOLLIN)
+
     def _take_role(self, descriptor: int, role: int, events: int) -> bool:
         if descriptor >= _MAX_DESCRIPTORS:
             return False
@@ -615,14 +675,18 @@ class CourierDriver:
         courier, waiting = self.courier, self._waiting
         now = time.monotonic()
         courier.prepare(now)
+        self.pushes.prepare(now, shut=courier.is_shut)
         self._follow()
         if courier.pool is not self._pool and courier.pool is not None:
             self._pool = courier.pool
             nodes = self._pool.nodes_by_id
-            self.conveyors.follow({node_id: node.index for node_id, node in nodes.items()})
+            numbers = {node_id: node.index for node_id, node in nodes.items()}
+            self.conveyors.follow(numbers)
+            self.push_sockets.follow(numbers)
         if now - self._looked > _LOOK_S:
             self._looked = now
             self.conveyors.look(now)
+            self.push_sockets.look(now)
         if timeout_s != 0:
             self._open_lane(now)
         timeout_ms = -1
@@ -635,13 +699,20 @@ class CourierDriver:
         if courier.unbooked:
             courier.book(now)
             answered = True
+        if self.pushes.untold:
+            self.pushes.book(now)
+            answered = True
         if self.conveyors.untold:
             self.conveyors.book(now)
+        self.push_sockets.book()
         if answered or courier.uncounted:
             self._count()
         wished = courier.take_wish(now)
         if wished is not None:
             self.connect(wished)
+        wished = self.pushes.take_wish(now)
+        if wished is not None:
+            self.connect_to_push(wished)
         if waiting.stopped:
             self._go_on(waiting.why, waiting.pieces)
         if waiting.attention:

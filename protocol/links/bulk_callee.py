@@ -130,6 +130,8 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         self._taken: list[str] = []
         """What became of those of the same put that have come."""
         self._conveys = False
+        self.pushes = False
+        """Whether the caller is to push blocks on this connection, if it `conveys`."""
         self._sending: list[S] = []
         """The copies whose bytes are leaving,"""
         self._namespace = 0
@@ -170,6 +172,7 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
                 self._send(service.exists(caller, message))
             case BulkConvey():
                 status = service.convey(caller, message)
+                self.pushes = message.pushes
                 self._conveys = self._held_up = status == DONE
                 self._send(BulkDone(status))
             case _:

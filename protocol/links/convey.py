@@ -23,19 +23,22 @@ from kvcast.protocol.messages.control import NodeInfo
 class ConveyCall(LinkStream[BulkDone]):
     """Our end of a connection to `node` that is to be a conveyor, until `deadline`."""
 
-    def __init__(self, node_id: str, node: NodeInfo, deadline: float) -> None:
-        """`node_id`: who we are."""
+    def __init__(
+        self, node_id: str, node: NodeInfo, deadline: float, *, pushes: bool = False
+    ) -> None:
+        """`node_id`: who we are; `pushes`: what it is for, as `BulkConvey` says."""
         super().__init__(BulkDone, max_message_bytes=MAX_BULK_MESSAGE_BYTES)
         self.node = node
         self.agreed = False
         """It is one: whoever has the connection takes it, and closes this."""
         self._node_id = node_id
+        self._pushes = pushes
         self._deadline = deadline
 
     def connected(self) -> None:
         """The connection stands."""
         self._send(BulkHello(BULK_PROTOCOL_VERSION, self._node_id))
-        self._send(BulkConvey(CONVEYOR_VERSION))
+        self._send(BulkConvey(CONVEYOR_VERSION, self._pushes))
 
     def end(self, now: float) -> None:
         """Close; harmless when repeated."""

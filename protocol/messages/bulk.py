@@ -142,12 +142,14 @@ class BulkExists(Struct, frozen=True, tag="exists"):
 
 class BulkConvey(Struct, frozen=True, tag="convey"):
     """Let this connection be a conveyor (`kvcast.protocol.conveyor`): nothing of what is said here
-    is said on it any more."""
+    is said on it any more. `pushes`: not for blocks to be asked for, but for the caller to push
+    them (`kvcast.protocol.pushing`)."""
 
     version: U16
+    pushes: bool = False
 
 
-CONVEYOR_VERSION: Final = 1
+CONVEYOR_VERSION: Final = 2
 
 Statuses = Annotated[list[str], Meta(min_length=1, max_length=MAX_BULK_BLOCKS)]
 

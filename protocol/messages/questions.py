@@ -20,13 +20,24 @@ one message with an ANSWER for each, in their order, all with the question's num
 one that says ASK_AGENT: for all of them."""
 MAX_MANY: Final = 128
 KEY: Final = struct.Struct("=16s")
+PUT: Final = 4
+"""What the client has written into room that it was given ahead is this block (`PUT_QUESTION`: a
+QUESTION, in which ACK_BY_DEFAULT or ACK_HOME stands instead of a deadline, and the room's ticket
+behind it). The answer is PUT_HOME, or ASK_AGENT."""
+PUT_QUESTION: Final = struct.Struct("=HHIQ16sQQ")
+ACK_BY_DEFAULT: Final = 0
+ACK_HOME: Final = 1
+"""What is to be waited for, as `local.Put` says it."""
 MAX_DEADLINE_MS: Final = 3_600_000
 
 ANSWER: Final = struct.Struct("=HHI5Q")
 """GIVEN: tier (of `TIERS`), 0, the question's number, handle, offset in the arena, size in bytes,
-digest. ASK_AGENT: the number; all else is 0."""
+digest. ASK_AGENT: the number; all else is 0. PUT_HOME: 0, 0, the number, ticket and offset of the
+room for the next block of this namespace and size (0: there is none), how many homes have the
+block, its digest."""
 GIVEN: Final = 1
 ASK_AGENT: Final = 2
+PUT_HOME: Final = 3
 TIERS: Final = ("home", "shared", "switch")
 COURIER_BYTES: Final = (MAX_MANY + 1) * ANSWER.size
 """For who reads an answer: more than one has."""

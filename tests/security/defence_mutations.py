@@ -654,6 +654,117 @@ def _conveyor_copies() -> AbstractContextManager[object]:
     return recompiled("is_of", "of_any_copy", COURIER)
 
 
+PUSHING = "kvcast.protocol.pushing"
+PUT_FORM = "says what is no put on its courier"
+PUT_ROOM = "puts what another was given to write"
+PUSH_MAY = "pushes what a home is not to take"
+PUSH_BYTES = "pushes other bytes than their digest's"
+PUSH_VERDICT = "as a home, says of a block what it was not asked"
+
+
+@mutation(
+    "puts of any form are taken",
+    {PUT_FORM: ["test_what_is_no_put_is_an_offence"]},
+)
+def _put_form() -> AbstractContextManager[object]:
+    return recompiled("is_put", "any_message", PUSHING)
+
+
+@mutation(
+    "any room is put for whoever says so",
+    {
+        PUT_ROOM: [
+            "test_nobody_puts_what_another_was_given_to_write",
+            "test_room_that_is_given_next_is_not_put_before",
+        ]
+    },
+)
+def _put_room() -> AbstractContextManager[object]:
+    return recompiled("is_ones_room", "anybodys_room", PUSHING)
+
+
+@mutation(
+    "a room is put as any block",
+    {PUT_ROOM: ["test_room_for_one_block_is_not_put_as_another"]},
+)
+def _put_another() -> AbstractContextManager[object]:
+    return recompiled("is_for", "for_any_block", PUSHING)
+
+
+@mutation(
+    "a home takes blocks of every namespace",
+    {PUSH_MAY: ["test_a_node_pushes_nothing_into_a_namespace_that_it_may_not_use"]},
+)
+def _push_namespace() -> AbstractContextManager[object]:
+    return recompiled("may_push", "any_pusher", PUSHING)
+
+
+@mutation(
+    "a home takes blocks that mean another thing",
+    {PUSH_MAY: ["test_a_block_of_another_meaning_is_not_taken"]},
+)
+def _push_meaning() -> AbstractContextManager[object]:
+    return recompiled("means_the_same", "any_meaning", PUSHING)
+
+
+@mutation(
+    "a home takes blocks of buckets that are not its own",
+    {PUSH_MAY: ["test_a_block_of_anothers_bucket_is_not_taken"]},
+)
+def _push_bucket() -> AbstractContextManager[object]:
+    return recompiled("is_ours", "anybodys_bucket", PUSHING)
+
+
+@mutation(
+    "a home does not look at the digest of what is pushed",
+    {
+        PUSH_BYTES: ["test_a_block_of_other_bytes_than_its_digests_is_not_taken"],
+        PUT_ROOM: ["test_what_a_client_writes_while_it_is_pushed_has_its_digest_or_is_not_taken"],
+    },
+)
+def _push_digest() -> AbstractContextManager[object]:
+    return recompiled("has_digest", "any_bytes", PUSHING)
+
+
+@mutation(
+    "a header is believed whatever it says",
+    {PUSH_MAY: ["test_a_header_that_makes_no_sense_ends_a_connection"]},
+)
+def _push_header() -> AbstractContextManager[object]:
+    return recompiled("is_push", "any_header", PUSHING)
+
+
+@mutation(
+    "a landing place waits for ever",
+    {PUSH_BYTES: ["test_a_node_that_stops_in_the_middle_keeps_no_landing_place"]},
+)
+def _push_stops() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.pushing.Pushes.still", lambda _self, _now: [])
+
+
+@mutation(
+    "a room that is pushed is taken back",
+    {PUT_ROOM: ["test_a_room_that_is_being_put_is_nobodys_to_take"]},
+)
+def _put_taken_back() -> AbstractContextManager[object]:
+    return replaced(
+        "kvcast.hostagent.core.pushing.Pushes.take_back", lambda _self, _client, _tickets: True
+    )
+
+
+@mutation(
+    "a verdict is believed whatever it is on",
+    {
+        PUSH_VERDICT: [
+            "test_a_verdict_on_nothing_ends_a_connection",
+            "test_a_verdict_before_the_block_has_left_ends_a_connection",
+        ]
+    },
+)
+def _push_verdict() -> AbstractContextManager[object]:
+    return recompiled("is_verdict", "any_verdict", PUSHING)
+
+
 KEPT_BITS = "damages what an agent keeps"
 KEPT_BYTES = "has the next agent use bytes again"
 KEPT_FILES = "leaves a kept arena of another node"

@@ -8,6 +8,7 @@ from kvcast.protocol.conveyor import Giver, Giving, Reply, Taker
 from kvcast.protocol.courier import Asked, Client, Courier, Question
 from kvcast.protocol.lane import NativeLane
 from kvcast.protocol.placement import Copy
+from kvcast.protocol.pushing import Push, Pusher, Pushing, Receiver, Room
 
 
 @native
@@ -62,4 +63,44 @@ def of_any_copy(_landed: Copy, _reply: Reply) -> bool:
 
 @native
 def any_digest(_wanted: U64, _digest: U64) -> bool:
+    return True
+
+
+@native
+def anybodys_room(room: Room, _client: U64, _ticket: U64) -> bool:
+    return room.state != 0
+
+
+@native
+def for_any_block(_room: Room, _q: Question) -> bool:
+    return True
+
+
+@native
+def any_pusher(_p: Pushing, _receiver: Receiver, _namespace: U64) -> bool:
+    return True
+
+
+@native
+def any_meaning(_courier: Courier, _push: Push) -> bool:
+    return True
+
+
+@native
+def anybodys_bucket(_p: Pushing, _push: Push) -> bool:
+    return True
+
+
+@native
+def any_bytes(_receiver: Receiver, _digest: U64) -> bool:
+    return True
+
+
+@native
+def any_verdict(_p: Pushing, pusher: Pusher) -> bool:
+    return pusher.count != 0
+
+
+@native
+def any_header(_receiver: Receiver) -> bool:
     return True

@@ -21,6 +21,7 @@ from kvcast.bench.fuzz.targets import TARGETS, FunctionHarness, register
 
 INPUTS = {
     "courier": 120,
+    "pushing": 120,
     "index": 150,
     "pin-region": 150,
     "json-loader": 60,
@@ -53,6 +54,7 @@ def test_the_entry_points_are_those_that_there_are() -> None:
         "local-socket",
         "p4runtime",
         "pin-region",
+        "pushing",
         "rdma-link",
         "route-request",
         "ssd",
@@ -61,14 +63,18 @@ def test_the_entry_points_are_those_that_there_are() -> None:
     ]
 
 
-# The courier names no errors: what it does not take, it hands over.
-@pytest.mark.parametrize("name", sorted(TARGETS.keys() - {"courier"}))
+# These name no errors: what they do not take, they hand over.
+@pytest.mark.parametrize("name", sorted(TARGETS.keys() - {"courier", "pushing"}))
 def test_an_entry_point_takes_hostile_inputs_well(name: str) -> None:
     _takes_hostile_inputs_well(name)
 
 
 def test_the_courier_takes_hostile_inputs_well() -> None:
     _takes_hostile_inputs_well("courier")
+
+
+def test_pushing_takes_hostile_inputs_well() -> None:
+    _takes_hostile_inputs_well("pushing")
 
 
 def _takes_hostile_inputs_well(name: str) -> None:

@@ -1,0 +1,788 @@
+"""Puts that go home in compiled code: from a client's question to the home's verdict.
+
+Owns: which rooms a client may have put by a question, what is said on the connection between two
+agents on which blocks are pushed, what a home takes of it, and the client's answer. Must not know:
+sockets, clocks, sessions, or what follows from a put (`kvcast.hostagent.core.pushing` does).
+
+A *room* is a part of the arena that a client was given for a block, or ahead, and has written. The
+client says by a question on its courier's socket that a room of its own is a block; here it is
+pushed to the block's home, and when that has it, the client is answered, and if it had the room
+ahead, given the one for its next put.
+What is not taken, or does not come to its end, is answered by ASK_AGENT: the room is the client's
+as before, and it asks the agent to put it in the other way.
+
+On a connection (agreed on by `bulk.BulkConvey`) go, from whoever pushes, a header of fixed length,
+the block's bytes, and their digest, which so is made while the home reads; and back a verdict for
+each, in their order. Numbers are in the order of x86-64, which both ends are.
+
+A home takes what it has a landing place for (`kvcast.protocol.courier`), of a namespace that the
+other may use and that means the same to both, of a bucket of its own, and what it has not yet. It
+says so when the bytes are there and have their digest. Python hears of both ends' work before it
+does anything else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Annotated, Any, Final, NamedTuple
+
+from kvcast.native.subset import (
+    U16,
+    U32,
+    U64,
+    Inline,
+    Library,
+    Ptr,
+    Struct,
+    ctypes_of,
+    native,
+    size_of,
+    u64_at,
+)
+from kvcast.protocol.courier import (
+    LANDING_BOOKED,
+    LANDING_FREE,
+    LANDING_PUSHED,
+    LEAST_PART,
+    MAX_ASKED,
+    Answer,
+    Courier,
+    Landing,
+    Question,
+    asked_for,
+    begin_answer,
+    bucket_of_key,
+    call_digest,
+    call_reset,
+    call_update,
+    may_be_here,
+    may_look_up,
+    meaning_in_force,
+)
+from kvcast.protocol.lane import NativeLane, may_use
+from kvcast.protocol.messages.questions import (
+    ACK_BY_DEFAULT,
+    ACK_HOME,
+    ANSWER,
+    PUT,
+    PUT_HOME,
+    PUT_QUESTION,
+)
+from kvcast.protocol.messages.shared import WORD_BYTES
+
+NODES: Final = 64
+"""Nodes that one pushes blocks to, and that push blocks to it; others go by calls."""
+ROOMS: Final = 512
+"""Rooms that clients have, of all together."""
+PUSHES: Final = 16
+"""Blocks on one connection without a verdict."""
+ENDED: Final = 256
+"""Puts whose end Python has not heard of; a question that might be one more is the agent's."""
+LANDED: Final = 256
+"""The same of blocks that were pushed here."""
+MOST_UNWANTED: Final = 64 << 20
+"""So much of a block that is not wanted is read and thrown away; more ends the connection."""
+NOBODY: Final = 0xFFFF_FFFF
+NOWHERE: Final = 0xFFFF_FFFF
+
+# Why a put was not taken, or not to its end: the place of its counter.
+CLOSED: Final = 0
+NOT_READABLE: Final = 1
+NO_ROOM: Final = 2
+"""The client has no such room."""
+NO_HOME: Final = 3
+FULL: Final = 4
+HERE: Final = 5
+"""The block lies here, is being fetched, or is being put."""
+NO_CONNECTION: Final = 6
+NOT_TAKEN: Final = 7
+"""Its home does not take it."""
+CUT_OFF: Final = 8
+"""The connection has ended, or has stood still."""
+REASONS: Final = (
+    *("closed", "not_readable", "no_room", "no_home", "full"),
+    *("here", "no_connection", "not_taken", "cut_off"),
+)
+_TAKEN: Final = len(REASONS)
+"""None of them: its home has it."""
+
+# Verdicts.
+HAS_IT: Final = 1
+HAS_IT_NOT: Final = 2
+
+# States of a room.
+ROOM_GIVEN: Final = 1
+"""The client may write it, and say that it is a block."""
+ROOM_PUSHED: Final = 2
+"""It has said so: nobody may use it for anything else."""
+ROOM_ENDED: Final = 3
+"""Python's, which hears of it."""
+ROOM_SPARE: Final = 4
+"""The client is given it with the answer to its next put."""
+TICKETS: Final = 2048
+
+_DIGEST_BYTES: Final = 8
+_TICKET_WORD: Final = PUT_QUESTION.size // WORD_BYTES - 1
+
+
+class Push(Struct):
+    """What is said before a block's bytes."""
+
+    number: U64
+    key: U64
+    rest_of_key: U64
+    """The key in two halves, as they lie in memory."""
+    meaning: U64
+    """What the namespace means to whoever pushes."""
+    size: U32
+    namespace: U16
+    padding: U16
+
+
+class Verdict(Struct):
+    """What became of a block."""
+
+    number: U64
+    status: U64
+
+
+class Room(Struct):
+    """A room of a client."""
+
+    state: U32
+    client: U32
+    """NOBODY: it has gone, while its block is pushed."""
+    namespace: U32
+    node: U32
+    """That it is pushed to."""
+    ticket: U64
+    size: U64
+    offset: U64
+    address: U64
+    named: U64
+    """Whether it is for a block that `push` names, and was not given ahead."""
+    number: U64
+    """Of the client's question."""
+    asked_ns: U64
+    push: Annotated[Ptr[Push], Inline(1)]
+    push_left: U64
+    """So many bytes of that have not left,"""
+    left: U64
+    """of the block's,"""
+    digest_left: U64
+    """and of the digest's."""
+    digest: Annotated[Ptr[U64], Inline(1)]
+
+
+class Putter(Struct):
+    """A client, by its number in the courier."""
+
+    next_room: U64
+    """Which room it is given with the answer to its next put; NOWHERE = none."""
+
+
+class Pusher(Struct):
+    """Our end of a connection on which we push."""
+
+    node: U32
+    """NOBODY: it is free, or closed."""
+    broken: U32
+    """Python is to close it."""
+    rooms: Annotated[Ptr[U32], Inline(PUSHES)]
+    first: U64
+    """The first of them that has no verdict,"""
+    count: U64
+    """of so many;"""
+    sent: U64
+    """of which so many have left whole."""
+    namespace: U64
+    """Of all of them: what several namespaces want at once goes by calls, which take turns."""
+    until_ns: U64
+    """By then something must move, if any are there."""
+    verdict: Annotated[Ptr[Verdict], Inline(1)]
+    heard: U64
+    """Bytes of it that have come."""
+
+
+class Receiver(Struct):
+    """Our end of a connection on which another node pushes."""
+
+    node: U32
+    """NOBODY: it is free, or closed."""
+    broken: U32
+    push: Annotated[Ptr[Push], Inline(1)]
+    digest: Annotated[Ptr[U64], Inline(1)]
+    """Of what has come, as the other says."""
+    taking: U64
+    """Whether a block's bytes come next, and its digest, and no header."""
+    landing: U64
+    """Where they go; NOWHERE = nobody wants them."""
+    since_ns: U64
+    """When something came last."""
+    verdicts: Annotated[Ptr[Verdict], Inline(PUSHES)]
+    verdict_count: U64
+    """Those that have not left."""
+
+
+class Ended(Struct):
+    """A put that has ended, for Python."""
+
+    room: U32
+    node: U32
+    why: U32
+    """`_TAKEN`, or a reason."""
+    namespace: U32
+    key: U64
+    rest_of_key: U64
+    digest: U64
+    elapsed_ns: U64
+
+
+class Landed(Struct):
+    """A block that was pushed here, for Python."""
+
+    landing: U32
+    node: U32
+    size: U32
+    namespace: U32
+    key: U64
+    rest_of_key: U64
+    digest: U64
+
+
+class Pushing(Struct):
+    """All that this works on."""
+
+    courier: Ptr[Courier]
+    lane: Ptr[NativeLane]
+    """Who may use which namespace."""
+    rooms: Ptr[Room]
+    putters: Ptr[Putter]
+    by_ticket: Ptr[U32]
+    """Where a room with such a ticket stands, as like as not."""
+    pushers: Ptr[Pusher]
+    receivers: Ptr[Receiver]
+    mine: Ptr[U32]
+    """By bucket, whether this node is one of its homes."""
+    open: U64
+    """Whether clients may put so,"""
+    home_is_enough: U64
+    """also those that leave it to the agent what is to be waited for."""
+    takes: U64
+    """Whether blocks are taken."""
+    serial: U64
+    in_flight: U64
+    """Rooms that are pushed."""
+    unsent: U64
+    """Whether any pusher has something that was not tried to be sent yet."""
+    cut: U64
+    """Whether any connection is broken, and not closed yet."""
+    wished: U64
+    """A node that there had better be a connection to, plus 1."""
+    silence_ns: U64
+    ended: Ptr[Ended]
+    ended_count: U64
+    landed: Ptr[Landed]
+    landed_count: U64
+    wrong: U64
+    """Blocks that came with other bytes than their digest's."""
+    counters: Ptr[U64]
+    """By reason, the puts that were handed over."""
+    draft: Annotated[Ptr[Question], Inline(1)]
+
+
+# --- questions --------------------------------------------------------------------------------
+
+
+@native
+def is_put(at: U64, length: U64) -> bool:
+    """Whether a message is of the form of a put that a client of ours says."""
+    if length != (_TICKET_WORD + 1) * WORD_BYTES:
+        return False
+    q = Question.at(at)
+    return q.kind == PUT and q.deadline_ms <= ACK_HOME
+
+
+@native
+def is_ones_room(room: Room, client: U64, ticket: U64) -> bool:
+    """Whether a room is this client's, by that ticket."""
+    return room.state == ROOM_GIVEN and room.client == client and room.ticket == ticket
+
+
+@native
+def _room_of(p: Pushing, client: U64, ticket: U64) -> U64:
+    """A client's room by its ticket; NOWHERE if it has none."""
+    place = 0 + p.by_ticket[ticket % TICKETS]
+    if is_ones_room(p.rooms[place], client, ticket):
+        return place
+    for i in range(ROOMS):
+        if is_ones_room(p.rooms[i], client, ticket):
+            return i
+    return 0 + NOWHERE
+
+
+@native
+def is_for(room: Room, q: Question) -> bool:
+    """Whether a room may be put as this block."""
+    if room.namespace != q.namespace:
+        return False
+    push = room.push[0]
+    return room.named == 0 or (push.key == q.key and push.rest_of_key == q.rest_of_key)
+
+
+@native
+def _pusher_to(p: Pushing, node: U64) -> U64:
+    """The connection to a node; NODES if there is none."""
+    for i in range(NODES):
+        if p.pushers[i].node == node and p.pushers[i].broken == 0:
+            return i
+    return 0 + NODES
+
+
+@native
+def _is_being_put(p: Pushing, q: Question) -> bool:
+    """Whether a room with the same block is pushed now."""
+    if p.in_flight != 0:
+        for i in range(ROOMS):
+            room = p.rooms[i]
+            push = room.push[0]
+            same = push.key == q.key and push.rest_of_key == q.rest_of_key
+            if room.state == ROOM_PUSHED and same and room.namespace == q.namespace:
+                return True
+    return False
+
+
+@native
+def _objection_to_put(p: Pushing, q: Question, place: U64) -> U64:
+    """Why a put is not taken; _TAKEN if it is."""
+    courier = p.courier[0]
+    if p.open == 0 or (q.deadline_ms == ACK_BY_DEFAULT and p.home_is_enough == 0):
+        return CLOSED
+    if not may_look_up(courier, q):
+        return NOT_READABLE
+    if place == NOWHERE or not is_for(p.rooms[place], q):
+        return NO_ROOM
+    if p.ended_count + p.in_flight >= ENDED:
+        return FULL
+    bucket = bucket_of_key(q.rest_of_key)
+    home = 0 + courier.homes[bucket]
+    if home == NOBODY:
+        return NO_HOME
+    if courier.fetching[bucket] != 0 or may_be_here(courier, q) or _is_being_put(p, q):
+        return HERE
+    if asked_for(courier, q.namespace, q.key, q.rest_of_key) != MAX_ASKED:
+        return HERE
+    number = _pusher_to(p, home)
+    if number == NODES:
+        p.wished = home + 1
+        return NO_CONNECTION
+    pusher = p.pushers[number]
+    if pusher.count == PUSHES or (pusher.count != 0 and pusher.namespace != q.namespace):
+        return FULL
+    return _TAKEN
+
+
+@native
+def hear_put(p: Pushing, client: U64, at: U64, length: U64, now_ns: U64) -> bool:
+    """A client says that a room of its own is a block, in memory that nobody else writes; False if
+    it says no such thing."""
+    if not is_put(at, length):
+        return False
+    courier = p.courier[0]
+    q = Question.at(at)
+    ticket = 0 + u64_at(at)[_TICKET_WORD]
+    place = _room_of(p, client, ticket)
+    why = _objection_to_put(p, q, place)
+    if why != _TAKEN:
+        p.counters[why] += 1
+        begin_answer(courier, client, q.number)
+        return True
+    room = p.rooms[place]
+    home = 0 + courier.homes[bucket_of_key(q.rest_of_key)]
+    room.state = ROOM_PUSHED
+    room.node = home
+    room.number = q.number
+    room.asked_ns = now_ns
+    push = room.push[0]
+    push.number = p.serial
+    p.serial += 1
+    push.key = q.key
+    push.rest_of_key = q.rest_of_key
+    push.meaning = meaning_in_force(courier, q.namespace)
+    push.size = room.size
+    push.namespace = q.namespace
+    push.padding = 0
+    room.push_left = size_of(Push)
+    room.left = room.size
+    room.digest_left = 0 + _DIGEST_BYTES
+    room.digest[0] = 0
+    pusher = p.pushers[_pusher_to(p, home)]
+    pusher.rooms[(pusher.first + pusher.count) % PUSHES] = place
+    if pusher.count == 0:
+        pusher.until_ns = now_ns + p.silence_ns
+    pusher.count += 1
+    pusher.namespace = q.namespace
+    p.in_flight += 1
+    p.unsent = 1
+    return True
+
+
+# --- pushing ----------------------------------------------------------------------------------
+
+
+@native
+def leaves_next(p: Pushing, pusher: Pusher) -> U64:
+    """The room that is to leave next; ROOMS if there is none."""
+    if pusher.broken != 0 or pusher.sent == pusher.count:
+        return 0 + ROOMS
+    return 0 + pusher.rooms[(pusher.first + pusher.sent) % PUSHES]
+
+
+@native
+def has_left(p: Pushing, pusher: Pusher, place: U64, size: U64, now_ns: U64) -> None:
+    """So many more bytes of a room have left: of its header and its bytes, or of its digest."""
+    room = p.rooms[place]
+    pusher.until_ns = now_ns + p.silence_ns
+    if room.push_left + room.left == 0:
+        room.digest_left -= size
+        if room.digest_left == 0:
+            pusher.sent += 1
+        return
+    some = size if size < room.push_left else 0 + room.push_left
+    room.push_left -= some
+    room.left -= size - some
+    if room.push_left + room.left == 0:
+        courier = p.courier[0]
+        call_reset(courier.reset, courier.state)
+        call_update(courier.update, courier.state, room.address, room.size)
+        room.digest[0] = _digest_or_1(call_digest(courier.digest, courier.state))
+
+
+@native
+def _digest_or_1(digest: U64) -> U64:
+    return 1 if digest == 0 else digest
+
+
+@native
+def is_verdict(p: Pushing, pusher: Pusher) -> bool:
+    """Whether a verdict is on what waits for one, and of a form that there is."""
+    verdict = pusher.verdict[0]
+    if pusher.sent == 0:
+        return False
+    room = p.rooms[pusher.rooms[pusher.first]]
+    if room.push[0].number != verdict.number:
+        return False
+    return verdict.status == HAS_IT or verdict.status == HAS_IT_NOT
+
+
+@native
+def verdict_came(p: Pushing, pusher: Pusher, now_ns: U64) -> None:
+    """A verdict is in `verdict`."""
+    if not is_verdict(p, pusher):
+        end_pusher(p, pusher, now_ns)
+        return
+    place = 0 + pusher.rooms[pusher.first]
+    pusher.first = (pusher.first + 1) % PUSHES
+    pusher.count -= 1
+    pusher.sent -= 1
+    pusher.until_ns = now_ns + p.silence_ns
+    why = 0 + _TAKEN
+    if pusher.verdict[0].status != HAS_IT:
+        why = 0 + NOT_TAKEN
+    _put_ended(p, place, why, now_ns)
+
+
+@native
+def end_pusher(p: Pushing, pusher: Pusher, now_ns: U64) -> None:
+    """A connection is over: Python closes it, and the agent is to be asked for what went on it."""
+    pusher.broken = 1
+    p.cut = 1
+    while pusher.count != 0:
+        place = 0 + pusher.rooms[pusher.first]
+        pusher.first = (pusher.first + 1) % PUSHES
+        pusher.count -= 1
+        _put_ended(p, place, CUT_OFF, now_ns)
+    pusher.sent = 0
+
+
+@native
+def _put_ended(p: Pushing, place: U64, why: U64, now_ns: U64) -> None:
+    """A room is pushed no more. If its home has the block, the client has the room no more, but the
+    next one, if it is for a block like that."""
+    room = p.rooms[place]
+    p.in_flight -= 1
+    if why != _TAKEN:
+        p.counters[why] += 1
+    if why != _TAKEN and room.client != NOBODY:
+        room.state = ROOM_GIVEN
+        begin_answer(p.courier[0], room.client, room.number)
+        return
+    room.state = ROOM_ENDED
+    ended = p.ended[p.ended_count]
+    p.ended_count += 1
+    ended.room = place
+    ended.node = room.node
+    ended.why = why
+    ended.namespace = room.namespace
+    ended.key = room.push[0].key
+    ended.rest_of_key = room.push[0].rest_of_key
+    ended.digest = room.digest[0]
+    ended.elapsed_ns = now_ns - room.asked_ns
+    if room.client == NOBODY:
+        return
+    courier = p.courier[0]
+    answer = courier.answers[begin_answer(courier, room.client, room.number)]
+    answer.status = PUT_HOME
+    answer.size = 1
+    answer.digest = room.digest[0]
+    putter = p.putters[room.client]
+    if putter.next_room != NOWHERE and room.named == 0:
+        following = p.rooms[putter.next_room]
+        if following.namespace == room.namespace and following.size == room.size:
+            answer.handle = following.ticket
+            answer.offset = following.offset
+            following.state = ROOM_GIVEN
+            putter.next_room = 0 + NOWHERE
+
+
+@native
+def expire_pushes(p: Pushing, now_ns: U64) -> None:
+    """End the connections on which nothing has moved for too long."""
+    if p.in_flight != 0:
+        for i in range(NODES):
+            pusher = p.pushers[i]
+            late = pusher.count != 0 and pusher.until_ns <= now_ns
+            if late and pusher.broken == 0:
+                end_pusher(p, pusher, now_ns)
+
+
+@native
+def leave_puts(p: Pushing, client: U64) -> None:
+    """A client is gone: nobody is told what becomes of its rooms that are pushed."""
+    for i in range(ROOMS):
+        if p.rooms[i].state == ROOM_PUSHED and p.rooms[i].client == client:
+            p.rooms[i].client = NOBODY
+    p.putters[client].next_room = NOWHERE
+
+
+# --- a home's end -----------------------------------------------------------------------------
+
+
+@native
+def may_push(p: Pushing, receiver: Receiver, namespace: U64) -> bool:
+    """Whether whoever pushes may use the namespace."""
+    return may_use(p.lane[0], namespace, receiver.node)
+
+
+@native
+def means_the_same(courier: Courier, push: Push) -> bool:
+    """Whether a namespace means to us what it means to whoever pushes."""
+    return push.meaning != 0 and push.meaning == meaning_in_force(courier, push.namespace)
+
+
+@native
+def is_ours(p: Pushing, push: Push) -> bool:
+    """Whether this node is one of the block's homes."""
+    return p.mine[bucket_of_key(push.rest_of_key)] != 0
+
+
+@native
+def has_digest(receiver: Receiver, digest: U64) -> bool:
+    """Whether what has come is what the other says."""
+    return receiver.digest[0] == digest
+
+
+@native
+def _is_taken_here(p: Pushing, receiver: Receiver) -> bool:
+    """Whether a block is one that is taken here, if there is a landing place."""
+    courier = p.courier[0]
+    push = receiver.push[0]
+    if p.takes == 0 or p.landed_count + NODES >= LANDED:
+        return False
+    if not may_push(p, receiver, push.namespace) or not means_the_same(courier, push):
+        return False
+    if not is_ours(p, push) or courier.fetching[bucket_of_key(push.rest_of_key)] != 0:
+        return False
+    q = p.draft[0]
+    q.namespace = push.namespace
+    q.key = push.key
+    q.rest_of_key = push.rest_of_key
+    q.meaning = push.meaning
+    return may_look_up(courier, q) and not may_be_here(courier, q)
+
+
+@native
+def _may_land(landing: Landing, push: Push) -> bool:
+    """Whether a block may land there, of which it takes a good part."""
+    if landing.state != LANDING_FREE or landing.namespace != push.namespace:
+        return False
+    return push.size <= landing.size and push.size > landing.size // LEAST_PART
+
+
+@native
+def is_push(receiver: Receiver) -> bool:
+    """Whether a header is of a form that there is, and there is room for a verdict on it."""
+    push = receiver.push[0]
+    return push.size != 0 and push.padding == 0 and receiver.verdict_count < PUSHES
+
+
+@native
+def push_came(p: Pushing, receiver: Receiver) -> None:
+    """A header is in `push`: where the bytes behind it go."""
+    courier = p.courier[0]
+    push = receiver.push[0]
+    receiver.landing = 0 + NOWHERE
+    receiver.taking = 1
+    if not is_push(receiver):
+        receiver.broken = 1
+        p.cut = 1
+        return
+    if _is_taken_here(p, receiver):
+        for i in range(courier.landing_count):
+            landing = courier.landings[i]
+            if receiver.landing == NOWHERE and _may_land(landing, push):
+                landing.state = LANDING_PUSHED
+                receiver.landing = i
+    if receiver.landing == NOWHERE and push.size > MOST_UNWANTED:
+        receiver.broken = 1
+        p.cut = 1
+
+
+@native
+def push_landed(p: Pushing, receiver: Receiver, digest: U64) -> None:
+    """All bytes of a block are there, which have this digest, and so is what their digest should
+    be."""
+    push = receiver.push[0]
+    verdict = receiver.verdicts[receiver.verdict_count]
+    receiver.verdict_count += 1
+    verdict.number = push.number
+    verdict.status = HAS_IT_NOT
+    receiver.taking = 0
+    if receiver.landing == NOWHERE:
+        return
+    place = 0 + receiver.landing
+    receiver.landing = 0 + NOWHERE
+    landing = p.courier[0].landings[place]
+    if not has_digest(receiver, _digest_or_1(digest)):
+        landing.state = LANDING_FREE
+        p.wrong += 1
+        return
+    verdict.status = HAS_IT
+    landing.state = LANDING_BOOKED
+    landed = p.landed[p.landed_count]
+    p.landed_count += 1
+    landed.landing = place
+    landed.node = receiver.node
+    landed.size = push.size
+    landed.namespace = push.namespace
+    landed.key = push.key
+    landed.rest_of_key = push.rest_of_key
+    landed.digest = receiver.digest[0]
+
+
+@native
+def lands_at(p: Pushing, receiver: Receiver) -> U64:
+    """The address that a block's first byte goes to; 0: nobody wants it."""
+    if receiver.landing == NOWHERE:
+        return 0
+    return 0 + p.courier[0].landings[receiver.landing].address
+
+
+@native
+def withdraw(p: Pushing, place: U64) -> None:
+    """A landing place is needed otherwise: what comes there is thrown away, and not taken."""
+    for i in range(NODES):
+        receiver = p.receivers[i]
+        if receiver.node != NOBODY and receiver.landing == place:
+            receiver.landing = 0 + NOWHERE
+    p.courier[0].landings[place].state = LANDING_FREE
+
+
+# --- Python's side ----------------------------------------------------------------------------
+
+PUSH: Final = struct.Struct("<Q16sQIHH")
+"""A `Push`, as it is on the wire;"""
+DIGEST: Final = struct.Struct("<Q")
+"""what follows the bytes;"""
+VERDICT: Final = struct.Struct("<QQ")
+"""and a `Verdict`."""
+assert PUSH.size == ctypes.sizeof(ctypes_of(Push))
+assert VERDICT.size == ctypes.sizeof(ctypes_of(Verdict))
+assert DIGEST.size == _DIGEST_BYTES
+assert ANSWER.size == ctypes.sizeof(ctypes_of(Answer)) - WORD_BYTES
+_ENDED: Final = struct.Struct("=IIII16sQQ")
+_LANDED: Final = struct.Struct("=IIII16sQ")
+assert _ENDED.size == ctypes.sizeof(ctypes_of(Ended))
+assert _LANDED.size == ctypes.sizeof(ctypes_of(Landed))
+
+
+class PutEnded(NamedTuple):
+    """An `Ended`, for Python."""
+
+    room: int
+    node: int
+    why: int
+    namespace: int
+    key: bytes
+    digest: int
+    elapsed_ns: int
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the block's home has it."""
+        return self.why == _TAKEN
+
+
+class PushLanded(NamedTuple):
+    """A `Landed`, for Python."""
+
+    landing: int
+    node: int
+    size_bytes: int
+    namespace: int
+    key: bytes
+    digest: int
+
+
+class Compiled(NamedTuple):
+    """Entry points for Python; structures are given by their addresses."""
+
+    hear_put: Callable[[int, int, int, int, int], bool]
+    leaves_next: Callable[[int, int], int]
+    has_left: Callable[[int, int, int, int, int], None]
+    verdict_came: Callable[[int, int, int], None]
+    end_pusher: Callable[[int, int, int], None]
+    expire_pushes: Callable[[int, int], None]
+    leave_puts: Callable[[int, int], None]
+    push_came: Callable[[int, int], None]
+    push_landed: Callable[[int, int, int], None]
+    lands_at: Callable[[int, int], int]
+    withdraw: Callable[[int, int], None]
+
+
+@cache
+def compiled() -> Compiled:
+    """The compiled functions; made, or read from the cache on disk, when first asked for."""
+    functions = (
+        *(hear_put, leaves_next, has_left, verdict_came, end_pusher, expire_pushes),
+        *(leave_puts, push_came, push_landed, lands_at, withdraw),
+    )
+    library = Library(*functions)
+    return Compiled(*(library.call(function) for function in functions))
+
+
+def take_ended(array: Any, count: int) -> list[PutEnded]:
+    """The first of these records."""
+    return [PutEnded._make(each) for each in _records(array, _ENDED, count)]
+
+
+def take_landed(array: Any, count: int) -> list[PushLanded]:
+    """The same of these."""
+    return [PushLanded._make(each) for each in _records(array, _LANDED, count)]
+
+
+def _records(array: Any, form: struct.Struct, count: int) -> Iterator[tuple[Any, ...]]:
+    return form.iter_unpack(bytes(memoryview(array).cast("B")[: count * form.size]))
