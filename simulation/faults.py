@@ -484,9 +484,9 @@ def _blast(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
 def _put_others(disk: SimDisk, _rng: random.Random) -> None:
     """A file of another cluster lies there: it is refused, and the agent goes on without."""
     other = SimDisk(random.Random(1))
-    size = disk.size_bytes()
-    if size:
-        open_formatted(other, cut_of("another cluster", size, UNIT_BYTES, SLAB_BYTES), 7)
+    if disk.size_bytes():
+        size_bytes = max(disk.size_bytes(), 2 * SLAB_BYTES)  # this one may have been cut short
+        open_formatted(other, cut_of("another cluster", size_bytes, UNIT_BYTES, SLAB_BYTES), 7)
         disk.restore(other.picture())
 
 

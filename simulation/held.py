@@ -9,7 +9,7 @@ the other. Must not know: how a store keeps to them, or which policy chooses wha
   has been there for so long, by the host's own clock, whatever the wall clock says.
 - **Bounds.** What waits in an agent is never more than its options say.
 - **Prefix.** Where the policy is `value`, a block that came to a block before it in its prefix does
-  not stay without it; nor where both were there when the policy became `value`.
+  not stay without it.
 """
 
 from __future__ import annotations
@@ -48,24 +48,15 @@ class _Shelf:
                 continue
             self.since[block] = at
             self.came_after.pop(block, None)
-            above = _before(block, copy, now)
+            above = now.get(BlockId(block.namespace, copy.parent)) if copy.parent else None
             if above is not None and self.copies.get(above.block) is above:
                 self.came_after[block] = above
         self.copies = now
 
     def begin_anew(self, namespaces: set[int]) -> None:
-        """Another policy may rule these: what counts is which blocks it found together."""
-        for block, copy in self.copies.items():
-            if block.namespace in namespaces:
-                self.came_after.pop(block, None)
-                above = _before(block, copy, self.copies)
-                if above is not None:
-                    self.came_after[block] = above
-
-
-def _before(block: BlockId, copy: Copy, copies: dict[BlockId, Copy]) -> Copy | None:
-    """The copy before this one in its prefix, of those that lie there."""
-    return copies.get(BlockId(block.namespace, copy.parent)) if copy.parent else None
+        """Another policy may rule these, which need not know what came after what."""
+        for block in [b for b in self.came_after if b.namespace in namespaces]:
+            del self.came_after[block]
 
 
 class Held:
