@@ -43,6 +43,8 @@ both outside of the timed part. Blocks differ in all of their bytes. A get that 
 from where it should be ends the bench.
 
 Ratios are of medians with one client, ours over the fastest peer's: below 1, kvcast is faster.
+`serve_cpu_ns_per_byte` is the processor time of the agent that is asked, kernel included, a byte of
+16 MiB blocks that several readers get at once.
 """
 
 from __future__ import annotations
@@ -166,7 +168,9 @@ class Figures:
     misses: int = 0
     wrong_bytes: int = 0
     agents_s: float = 0.0
-    """Processor time of both agents (kvcast) meanwhile."""
+    """Processor time of both agents (kvcast) meanwhile,"""
+    home_s: float = 0.0
+    """and of the one that is asked."""
     agents_bytes: int = 0
 
     def report(self) -> dict[str, Any]:
@@ -185,6 +189,7 @@ class Figures:
             told["release_us"] = _us(percentile(self.release_s, 0.50))
         if self.agents_bytes:
             told["agents_processor_ns_per_byte"] = round(self.agents_s * 1e9 / self.agents_bytes, 3)
+            told["home_processor_ns_per_byte"] = round(self.home_s * 1e9 / self.agents_bytes, 3)
         return told
 
 
@@ -256,7 +261,7 @@ class Comparison:
                 for keys in of_client
             ]
         figures = self.figures[case][store.NAME]
-        before_s = self._agents_s() if store.NAME == _OURS else 0.0
+        before = self._agents_s(store)
         one_by_one = case.clients == 1 and not case.is_local
         if one_by_one:
             told = [await readers[0].ask("turn", units=units[0], **what)]
@@ -270,14 +275,16 @@ class Comparison:
                     for reader, mine in zip(readers, units, strict=True)
                 )
             )
-            before_s = self._agents_s() if store.NAME == _OURS else 0.0
+            before = self._agents_s(store)
             ran = await _all(readers, "run", at_s=time.monotonic() + _TOGETHER_S)
             seconds = [one for each in ran for one in each["seconds"]]
             span_s = max(e["ended_s"] for e in ran) - min(e["began_s"] for e in ran)
             calls = moved_calls = len(seconds)
             if case.clients == 1:
                 seconds = seconds[1:]
-        spent_s = self._agents_s() - before_s if store.NAME == _OURS else 0.0
+        spent = [
+            now_s - before_s for before_s, now_s in zip(before, self._agents_s(store), strict=True)
+        ]
         if not one_by_one:
             told = await _all(readers, "finish")
         wrong_bytes = sum(each["wrong_bytes"] for each in told)
@@ -301,13 +308,17 @@ class Comparison:
         if case.kind != "exists" and not case.is_local:
             size_bytes = case.keys * case.size_bytes
             figures.moved_bytes += calls * size_bytes
-            if store.NAME == _OURS:
-                figures.agents_s += spent_s
+            if spent:
+                figures.agents_s += sum(spent)
+                figures.home_s += spent[HOLDER_SIDE]
                 figures.agents_bytes += moved_calls * size_bytes
 
-    def _agents_s(self) -> float:
+    def _agents_s(self, store: Store) -> list[float]:
+        """What each side's agent has used so far; of other stores nothing is known."""
+        if store.NAME != _OURS:
+            return []
         pids = (self._pool.pids[host.node_id] for host in STAR.hosts)
-        return sum(processor_time_s(pid) for pid in pids if pid is not None)
+        return [0.0 if pid is None else processor_time_s(pid) for pid in pids]
 
     def progress(self, case: Case) -> str:
         """The medians of a case in a line."""
@@ -407,6 +418,7 @@ def summary(figures: dict[Case, dict[str, Figures]]) -> dict[str, Any]:
         ("local_exists_1000_us", "local exists"),
     ):
         report[name] = _us(alone.get((operation, _EXISTS_BYTES, _OURS)))
+    report["serve_cpu_ns_per_byte"] = _serving(figures)
     everything = [one for by_store in figures.values() for one in by_store.values()]
     report["wrong_bytes"] = sum(one.wrong_bytes for one in everything)
     report["misses"] = sum(one.misses for one in everything)
@@ -424,6 +436,16 @@ def summary(figures: dict[Case, dict[str, Figures]]) -> dict[str, Any]:
         for name, one in sorted(by_store.items(), key=lambda item: item[0] != _OURS)
     ]
     return report
+
+
+def _serving(figures: dict[Case, dict[str, Figures]]) -> float | None:
+    """What a byte costs the agent that serves it at full speed: the largest blocks, to several."""
+    for case, by_store in figures.items():
+        full = case.operation == "get" and case.size_bytes == max(SIZES) and case.clients > 1
+        ours = by_store.get(_OURS)
+        if full and ours is not None and ours.agents_bytes:
+            return round(ours.home_s * 1e9 / ours.agents_bytes, 4)
+    return None
 
 
 def table(report: dict[str, Any]) -> str:
@@ -445,7 +467,10 @@ def table(report: dict[str, Any]) -> str:
             peers = report["over_each_peer"][name.removesuffix("_over_best_peer")]
             of_each = ", ".join(f"{ratio:.2f} of {peer}" for peer, ratio in peers.items())
             lines.append(f"{name:32}{report[name]:8.2f}  ({of_each})")
-    for name in ("local_get_us", "exists_1000_us", "local_exists_1000_us", "read_path_over_bare"):
+    for name in (
+        *("local_get_us", "exists_1000_us", "local_exists_1000_us", "read_path_over_bare"),
+        "serve_cpu_ns_per_byte",
+    ):
         if report.get(name) is not None:
             lines.append(f"{name:32}{report[name]:8.2f}")
     lines += [f"{name:32}{report.get(name, 0):8}" for name in ("wrong_bytes", "misses")]

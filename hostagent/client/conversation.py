@@ -486,7 +486,9 @@ class Conversation:
         missing = [position for position, result in enumerate(results) if result is None]
         try:
             for places in _parts(missing, MAX_KEYS):
-                batch = [checked[place] for place in places]
+                batch = (
+                    checked if len(places) == len(checked) else [checked[place] for place in places]
+                )
                 number = next(self._numbers)
                 request = local.Get(number, namespace, batch, deadline_s, gather_ms, group, expect)
                 courier = b""

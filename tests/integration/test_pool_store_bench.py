@@ -79,6 +79,7 @@ def _check_ours(report: dict[str, Any]) -> None:
     assert ours.keys() == asked
     assert all(one["count"] >= 1 and one["p50_us"] > 0 for one in ours.values())
     assert all(ours["get", size, 1]["agents_processor_ns_per_byte"] > 0 for size in SIZES)
+    assert report["serve_cpu_ns_per_byte"] > 0
     assert report["provenance"]["commit"]
     assert report["provenance"]["machine"]["cores"] >= 1
 

@@ -121,6 +121,32 @@ async def test_every_case_counts_its_timed_calls_and_leaves_nothing_behind(case:
     assert Dictionary.blocks == {}
 
 
+async def test_what_a_byte_costs_who_serves_it_is_the_homes_agent_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used = {1: 0.0, 2: 0.0}  # of the reader's agent and the home's: both grow at each look
+
+    def processor_time_s(pid: int) -> float:
+        used[pid] += {1: 3e-6, 2: 1e-6}[pid]
+        return used[pid]
+
+    monkeypatch.setattr(bench, "processor_time_s", processor_time_s)
+    monkeypatch.setattr(bench, "SIZES", (KIB, 64 * KIB))
+    comparison, _ = _comparison(FakeStore("kvcast"), FakeStore("redis"))
+    pool: Any = comparison._pool
+    pool.pids = {"node-1": 1, "node-2": 2}
+    for case in (Case("get", 64 * KIB, 1, 3), Case("get", KIB, 2, 3)):
+        await comparison.measure(case, rounds=1)
+    assert summary(comparison.figures)["serve_cpu_ns_per_byte"] is None
+    await comparison.measure(Case("get", 64 * KIB, 2, 3), rounds=1)
+    report = summary(comparison.figures)
+    assert report["serve_cpu_ns_per_byte"] == pytest.approx(1e3 / (6 * 64 * KIB), rel=0.05)
+    told = next(one for one in report["figures"] if "home_processor_ns_per_byte" in one)
+    assert told["agents_processor_ns_per_byte"] == pytest.approx(
+        4 * told["home_processor_ns_per_byte"], rel=0.2
+    )
+
+
 @pytest.mark.parametrize("operation", ["put", "put in place", "get"])
 @pytest.mark.parametrize("clients", [1, 2])
 async def test_every_wrong_byte_of_a_put_or_get_is_counted(operation: str, clients: int) -> None:
