@@ -30,12 +30,14 @@ DISPATCHES: tuple[Dispatch, ...] = ("round-robin", "affinity")
 
 TENSOR_PARALLEL_RANKS = 4
 """Hosts that one engine of `tp-mla` spans."""
-TP_MLA_GATHER_MS = 40
+TP_MLA_GATHER_MS = 10
+"""How long a home may hold its answer for joiners: the ranks of an engine, which are told at one
+moment, and of which one is only as late as its processor is;"""
 ROLLOUT_GATHER_MS = 40
 FAN_OUT_GATHER_MS = 40
 STORM_GATHER_MS = 60
-"""How long a home may hold its answer for joiners: scaled to a software switch of a few thousand
-frames a second, on which a block takes tens of milliseconds; hardware would want microseconds."""
+"""the same for those who begin by themselves: scaled to a software switch of a few thousand frames
+a second, on which a block takes tens of milliseconds; hardware would want microseconds."""
 
 MAX_OPEN_CONVERSATIONS = 64
 MAX_CONVERSATION_PREFIXES = 8
