@@ -381,7 +381,6 @@ class Givers:
         room_bytes = REQUESTS * REQUEST.size
         self._requests = bytearray(NODES * room_bytes)
         self._pins = pins.cast("Q")
-        self._pins[CELLS_USED_WORD] = NODES * LEAVING
         for number, giver in enumerate(self.givers):
             giver.fd = -1
             giver.buffer = address_of_buffer(self._requests) + number * room_bytes
@@ -393,6 +392,8 @@ class Givers:
         if not self._free:
             return None
         number = self._free.pop()
+        # Whoever looks at the pins goes through as many as there may be.
+        self._pins[CELLS_USED_WORD] = max(self._pins[CELLS_USED_WORD], (number + 1) * LEAVING)
         giver = self.givers[number]
         giver.node = node
         giver.gone = giver.heard = giver.used = giver.first = giver.count = giver.pending = 0

@@ -153,8 +153,13 @@ def test_what_is_leaving_stays_where_it_is_until_it_has_left() -> None:
 
 
 @pytest.mark.parametrize("at_most", [700, 20_000, 90_000, 1 << 20])
-def test_several_that_leave_together_stay_where_they_are_until_each_has_left(at_most: int) -> None:
+@pytest.mark.parametrize("connections", [1, 3, NODES])
+def test_several_that_leave_together_stay_where_they_are_until_each_has_left(
+    connections: int, at_most: int
+) -> None:
     home = Home()
+    for _ in range(connections - 1):
+        home.number = home.givers.begin(READER)
     blocks = [1, 2, 5, 3, 7, 8]
     copies = {number: home.put(number) for number in blocks if number != 5}
     assert home.number is not None
