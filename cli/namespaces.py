@@ -89,6 +89,13 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         help=f"bytes on each node, of a tier ({', '.join(TIERS)}); 0 = no limit",
     )
     parser.add_argument(
+        "--assured",
+        type=_quota,
+        action="append",
+        metavar="TIER=SIZE",
+        help="bytes on each node, of a tier, that other namespaces cannot take from it",
+    )
+    parser.add_argument(
         "--operations-per-s",
         type=number(0),
         metavar="N",
@@ -132,6 +139,7 @@ def _settings_of(options: argparse.Namespace) -> dict[str, Any]:
     said = {
         "policy": options.policy,
         "quota_bytes": dict(options.quota) if options.quota else None,
+        "assured_bytes": dict(options.assured) if options.assured else None,
         "operations_per_s": options.operations_per_s,
         "bytes_per_s": options.bytes_per_s,
         "weight": options.weight,

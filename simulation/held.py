@@ -5,6 +5,7 @@ the other. Must not know: how a store keeps to them, or which policy chooses wha
 
 - **Quota.** The extents of a namespace's copies in DRAM, and on the disk, are never more than its
   quota there, not by one block.
+- **Share.** What is assured to a namespace there does not go for the sake of another.
 - **Age.** A copy of a namespace whose blocks live for a time after they were stored is gone when it
   has been there for so long, by the host's own clock, whatever the wall clock says.
 - **Bounds.** What waits in an agent is never more than its options say.
@@ -68,6 +69,7 @@ class Held:
         self._settings: dict[int, NamespaceSettings] = {}
         self._excess: set[tuple[int, str]] = set()
         """Quotas that have become smaller than what lay there then."""
+        self._watched: set[Store] = set()
 
     def look(self) -> None:
         """Look at everything; ViolationError."""
@@ -83,6 +85,7 @@ class Held:
             self._look_at_store("ssd", core.ssd.shelf, changed)
 
     def _look_at_store(self, tier: str, store: Store, changed: set[int]) -> None:
+        self._watch_shares(tier, store)
         self._look_at_quotas(tier, store, changed)
         shelf = self._shelves[tier]
         copies = {block: store.known(block) for block in store.blocks()}
@@ -131,6 +134,26 @@ class Held:
                     f"host {self._process.host.number} holds {used[namespace]} bytes of namespace "
                     f"{namespace} in {tier}, and its quota is {quota}",
                 )
+
+    def _watch_shares(self, tier: str, store: Store) -> None:
+        """From now on, look at every copy that a store evicts."""
+        if store in self._watched:
+            return
+        self._watched.add(store)
+        evict = store._evict
+
+        def watched(copy: Copy) -> None:
+            namespace, before = copy.block.namespace, store.namespace_bytes(copy.block.namespace)
+            evict(copy)
+            kept = min(before, store.assured_bytes(namespace))
+            if store.namespace_bytes(namespace) < kept and store._room_for != namespace:
+                raise ViolationError(
+                    0,
+                    f"host {self._process.host.number} evicts {copy.block} from {tier} for another,"
+                    f" of {before} bytes of which {kept} are assured",
+                )
+
+        store._evict = watched  # type: ignore[method-assign]
 
     def _look_at_age(self, tier: str, block: BlockId, said: NamespaceSettings) -> None:
         host = self._process.host

@@ -386,6 +386,7 @@ def _settings(
     have quotas that one or two blocks fill; where tenants `blast`, weights that differ much."""
     rng = random.Random(f"{seed}/settings")
     media = random.Random(f"{seed}/media")
+    shares = random.Random(f"{seed}/shares")
     settings = {}
     policies = rng.sample(POLICIES, len(POLICIES)) if everything else []
     weights = [0.5, 4.0] if blast else []
@@ -396,6 +397,11 @@ def _settings(
             policy=policy,
             ttl_s=rng.choice((2.0, 4.0, 8.0)) if ages else 0.0,
             quota_bytes=_quotas(rng, everything=everything),
+            assured_bytes=(
+                {tier: shares.choice((16, 32)) << 10 for tier in TIERS if shares.random() < 0.4}
+                if everything
+                else {}
+            ),
             operations_per_s=rng.choice((20.0, 200.0)) if rng.random() < 0.1 else 0.0,
             weight=weights.pop() if weights else rng.choice((0.5, 1.0, 1.0, 4.0)),
             media=["dram", "ssd", "switch", "cold"] if cold and media.random() < 0.8 else [],

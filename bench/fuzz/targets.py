@@ -158,7 +158,7 @@ def pool_map(namespaces: Sequence[control.NamespaceInfo] = ()) -> control.PoolMa
 
 def _settings(policy: str) -> control.NamespaceSettings:
     return control.NamespaceSettings(
-        policy, {"dram": 5000}, 100.0, 1e6, weight=0.5, ttl_s=2.0, media=["ssd"]
+        policy, {"dram": 5000}, {"ssd": 2000}, 100.0, 1e6, weight=0.5, ttl_s=2.0, media=["ssd"]
     )
 
 

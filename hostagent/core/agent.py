@@ -372,7 +372,8 @@ class AgentCore:
                 tier.configure(self._ssd_rules, self._kept_off_ssd)
             else:
                 rules = self._ssd_rules.items()
-                tier.configure({n: replace(rule, quota_bytes=0) for n, rule in rules}, set())
+                unbound = {n: replace(r, quota_bytes=0, assured_bytes=0) for n, r in rules}
+                tier.configure(unbound, set())
 
     def _recall(self, now: float, block: BlockId, then: Callable[[], None]) -> bool:
         """Bring a block from the disk for another node; see `Reads.recall`."""
@@ -680,8 +681,13 @@ class AgentCore:
                 policy=said.policy or policies.DEFAULT,
                 quota_bytes=said.quota_bytes.get("dram"),
                 ttl_s=said.ttl_s,
+                assured_bytes=said.assured_bytes.get("dram", 0),
             )
-            below[namespace] = replace(rules[namespace], quota_bytes=said.quota_bytes.get("ssd", 0))
+            below[namespace] = replace(
+                rules[namespace],
+                quota_bytes=said.quota_bytes.get("ssd", 0),
+                assured_bytes=said.assured_bytes.get("ssd", 0),
+            )
             if not said.allows("ssd"):
                 kept_off.add(namespace)
             if said.allows("cold"):

@@ -575,7 +575,7 @@ class SsdTier:
                 return False
             if passing or self._lies_there(copy):
                 self.counters.demotions_clean += 1
-                store.evict(copy)
+                store.evict(copy, namespace)
                 if copy.state == COMMITTED:  # others of its prefix stay
                     refused.add(copy.block)
                 continue
@@ -829,7 +829,7 @@ class SsdTier:
             else:
                 self.counters.demotions_room += 1
             if unused and (move.for_quota or self._store.used_bytes > low):
-                self._store.evict(copy)
+                self._store.evict(copy, copy.block.namespace if move.for_quota else None)
         for file in self._files:
             if file.failed:
                 self._retire(file)

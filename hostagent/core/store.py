@@ -24,6 +24,12 @@ helps nobody; so a slab in which anything is pinned or being written is passed o
 succeed evicts nothing: before the first victim is chosen, it is known that some victims make the
 room (unless somebody pins them meanwhile).
 
+A namespace may have a share that is assured to it: as long as it takes no more, none of its copies
+goes for the sake of another. What is assured to all together is nine tenths of the arena at most;
+where an operator says more, each has less in proportion. What its own quota, its time to live or
+its own puts evict goes all the same. Where shares are assured, a block of several slabs may find
+after some evictions that it cannot have its room.
+
 A policy may know of blocks that are of no use without another (`Policy.descendants`): with that one
 they go, too, pinned ones as soon as they can. A copy that is being written pins the block before it
 in its prefix, if that is held, so that it cannot come after its ancestor has gone.
@@ -66,6 +72,8 @@ EXPIRED: Final = "expired"
 EVICTED_BELOW: Final = "evicted_below"
 
 
+MOST_ASSURED: Final = 0.9
+"""Of an arena, what can be assured to all namespaces together."""
 _NOT_SPARE: Final = 0.9
 """Of an arena, what may be in use while there is room to spare."""
 
@@ -87,11 +95,12 @@ class StoreRules:
     """What an operator says of a namespace's blocks here. `policy`: a name of
     `kvcast.hostagent.tiers.policies`; `quota_bytes` of arena, None = the store's default, 0 = no
     limit; `ttl_s`: a block is gone so long after it was committed (with the policy ttl, after its
-    last use); 0 = it stays."""
+    last use); 0 = it stays; `assured_bytes`: of arena, that others cannot take."""
 
     policy: str = policies.DEFAULT
     quota_bytes: int | None = None
     ttl_s: float = 0.0
+    assured_bytes: int = 0
 
 
 class StaleReservationError(StoreError):
@@ -390,6 +399,10 @@ class Store:
         self._by_offset: dict[int, Copy] = {}
         self._namespaces: dict[int, _Namespace] = {}
         self._rules: dict[int, StoreRules] = {}
+        self._assured: dict[int, int] = {}
+        """By namespace, the bytes that are assured to it."""
+        self._room_for: int | None = None
+        """The namespace that room is made for; None: what goes is not for one of them."""
         self._now = 0.0
         self._aging: dict[int, _Namespace] = {}
         self._prefixed: dict[int, _Namespace] = {}
@@ -405,6 +418,11 @@ class Store:
         that changed begins with the blocks that are here, the least recently used first; what
         exceeds a quota now goes at once, as far as it can."""
         self._rules = dict(rules)
+        assured = {n: min(rule.assured_bytes, self.quota_of(n) or rule.assured_bytes)
+                   for n, rule in rules.items() if rule.assured_bytes > 0}  # fmt: skip
+        most_bytes = int(MOST_ASSURED * self.allocator.capacity_bytes)
+        part = min(1.0, most_bytes / max(1, sum(assured.values())))
+        self._assured = {namespace: int(part * of_it) for namespace, of_it in assured.items()}
         for namespace, state in list(self._namespaces.items()):
             self._apply(namespace, state)
         self._expire()
@@ -426,6 +444,7 @@ class Store:
             self._note_kind(namespace, state)
         quota = self.quota_of(namespace)
         if quota and state.used_bytes > quota:
+            self._room_for = namespace
             self.elsewhere.refresh()
             while state.used_bytes > quota and (victim := self._victim_of(state)) is not None:
                 self._evict(victim)
@@ -524,6 +543,10 @@ class Store:
     def held_bytes(self) -> int:
         """Bytes of arena that cannot be evicted now: pinned, or being written."""
         return self.allocator.used_bytes - self._evictable_bytes
+
+    def assured_bytes(self, namespace: int) -> int:
+        """Bytes of arena that are assured to a namespace."""
+        return self._assured.get(namespace, 0)
 
     def namespace_bytes(self, namespace: int) -> int:
         """Bytes of arena that a namespace takes."""
@@ -630,6 +653,7 @@ class Store:
             self.recovery.finish()  # until then nobody knows which bytes are free
         reserved_bytes = self.allocator.extent_bytes(size_bytes)
         state = self._state_of(block.namespace)
+        self._room_for = block.namespace
         above = self._index.get(BlockId(block.namespace, parent)) if parent else None
         if above is not None:
             self.pin(above)
@@ -797,9 +821,12 @@ class Store:
         """The copy that would be evicted next, of those that `may` leave; of this namespace, or, if
         it is None, of the one that is to pay next."""
         asked: set[int] = set()
+        self._room_for = namespace
         if namespace is not None:
             state = self._namespaces.get(namespace)
             return self._ask(state, 0, may) if state is not None else None
+        if self._assured:
+            return self._of_who_pays(lambda state: self._ask(state, 0, may))
         for block in itertools.islice(self._evictable, _VICTIMS_TRIED):
             if block.namespace not in asked:
                 asked.add(block.namespace)
@@ -814,11 +841,13 @@ class Store:
         """Those that take bytes of the arena."""
         return list(self._namespaces)
 
-    def evict(self, copy: Copy) -> None:
-        """A committed copy that nobody pins goes, since it lies below."""
+    def evict(self, copy: Copy, for_namespace: int | None = None) -> None:
+        """A committed copy that nobody pins goes, since it lies below, unless it is of a share that
+        is assured; `for_namespace`: for the sake of whose quota it goes."""
         assert copy.state == COMMITTED, copy
         assert copy.pins == 0, copy
-        if self._is_whole(copy):
+        self._room_for = for_namespace
+        if self._can_go(copy):
             self._evict(copy)
 
     # --- what another agent has left ------------------------------------------------------
@@ -1012,27 +1041,80 @@ class Store:
 
     def _frees(self, copy: Copy, wanted_bytes: int) -> bool:
         """Whether evicting it, or its slab, makes room for an extent of that size."""
-        if self._prefixed and not self._is_whole(copy):
+        if (self._prefixed or self._assured) and not self._can_go(copy):
             return False
         if wanted_bytes in (0, copy.reserved_bytes):
             return True
         return self._can_clear(copy.offset // self.allocator.slab_bytes)
 
-    def _is_whole(self, copy: Copy) -> bool:
-        """Whether everything that goes with a copy can go now."""
+    def _can_go(self, copy: Copy) -> bool:
+        """Whether a copy can go now, and everything that goes with it."""
         state = self._prefixed.get(copy.block.namespace)
-        return state is None or all(
-            b in state.evictable for b in state.policy.descendants(copy.block)
+        if state is not None and any(
+            b not in state.evictable for b in state.policy.descendants(copy.block)
+        ):
+            return False
+        return not self._assured or self._can_spare((copy,))
+
+    def _can_spare(self, copies: Iterable[Copy]) -> bool:
+        """Whether all of these, with what goes with them, can go without that others take what is
+        assured to somebody."""
+        going: dict[int, dict[BlockId, int]] = {}
+        for copy in copies:
+            namespace = copy.block.namespace
+            if namespace == self._room_for or namespace not in self._assured:
+                continue
+            of_it = going.setdefault(namespace, {})
+            of_it[copy.block] = copy.reserved_bytes
+            if (state := self._prefixed.get(namespace)) is not None:
+                for block in state.policy.descendants(copy.block):
+                    of_it[block] = self._index[block].reserved_bytes
+        return all(
+            self._namespaces[namespace].used_bytes - sum(of_it.values()) >= self._assured[namespace]
+            for namespace, of_it in going.items()
+        )
+
+    def _payers(self) -> list[_Namespace]:
+        """Those of which something can go, where shares are assured. Who wants the room is among
+        them if it has more than its share, or nobody else has."""
+        payers = [
+            state
+            for namespace, state in self._namespaces.items()
+            if state.used_bytes > self._assured.get(namespace, 0)
+        ]
+        mine = self._namespaces.get(self._room_for) if self._room_for is not None else None
+        return payers or ([mine] if mine is not None else [])
+
+    def _of_who_pays(self, ask: Callable[[_Namespace], Copy | None]) -> Copy | None:
+        """Of what those who pay give up when they are asked, the least recently used."""
+        chosen = [copy for state in self._payers() if (copy := ask(state)) is not None]
+        return min(chosen, key=lambda copy: copy.used_at, default=None)
+
+    def _any_of_who_pays(self, wanted_bytes: int, most: int | None = None) -> Copy | None:
+        """Something of theirs that makes room, of so many of each at `most`; or else of whoever
+        wants the room."""
+        states = self._payers()
+        if self._room_for in self._namespaces:
+            states.append(self._namespaces[self._room_for])
+        return next(
+            (
+                copy
+                for state in states
+                for copy in itertools.islice(state.evictable.values(), most)
+                if self._frees(copy, wanted_bytes)
+            ),
+            None,
         )
 
     def _can_clear(self, index: int) -> bool:
         """Whether all copies of a slab can go now."""
         if index not in self._clear_slabs:
             return False
-        if not self._prefixed:
+        if not self._prefixed and not self._assured:
             return True
         offsets = self.allocator.neighbours(index * self.allocator.slab_bytes)
-        return all(self._is_whole(self._by_offset[offset]) for offset in offsets)
+        copies = [self._by_offset[offset] for offset in offsets]
+        return all(map(self._can_go, copies)) and self._can_spare(copies)
 
     def _respect_quota(self, namespace: int, state: _Namespace, more_bytes: int) -> None:
         quota = self.quota_of(namespace)
@@ -1053,7 +1135,7 @@ class Store:
     def _victim_of(self, state: _Namespace) -> Copy | None:
         """What a namespace gives up: its policy's choice, or else what could be evicted first."""
         return self._ask_policy(state, 0) or next(
-            (copy for copy in state.evictable.values() if self._is_whole(copy)), None
+            (copy for copy in state.evictable.values() if self._can_go(copy)), None
         )
 
     def _allocate(self, size_bytes: int) -> int:
@@ -1082,13 +1164,18 @@ class Store:
 
     def _room_can_be_made(self, size_bytes: int) -> bool:
         """Whether evicting can make room for an extent that does not fit now: O(1), but for what
-        takes several slabs, where it is as many steps as there are slabs with something stuck."""
+        takes several slabs, where it is as many steps as there are slabs with something stuck, and
+        where shares are assured: then some copies of each namespace are looked at."""
         slab_bytes = self.allocator.slab_bytes
         wanted_bytes = self.allocator.extent_bytes(size_bytes)
+        if wanted_bytes <= slab_bytes and self._assured:
+            return self._any_of_who_pays(wanted_bytes, _VICTIMS_TRIED) is not None
         if wanted_bytes <= slab_bytes:
             return bool(self._clear_slabs) or wanted_bytes in self._evictable_of_size
         end = 0
         stuck = {i for i, use in self._slabs.items() if use.stuck}
+        if self._assured:
+            stuck.update(i for i in self._clear_slabs if not self._can_clear(i))
         for index in sorted(stuck | self.allocator.retired):
             if (index - end) * slab_bytes >= wanted_bytes:
                 return True
@@ -1116,7 +1203,11 @@ class Store:
     def _choose(self, wanted_bytes: int) -> Copy | None:
         """The policy's choice of the namespace with the least recently used copy, or, where that
         has none, of the next; without any of theirs the least recently used that makes room, or
-        else any of the size."""
+        else any of the size. Where shares are assured, all who can pay are asked."""
+        if self._assured:
+            return self._of_who_pays(
+                lambda state: self._ask_policy(state, wanted_bytes)
+            ) or self._any_of_who_pays(wanted_bytes)
         for copy in self._evictable.values():
             chosen = self._ask_policy(self._namespaces[copy.block.namespace], wanted_bytes)
             if chosen is not None:
@@ -1134,7 +1225,7 @@ class Store:
             if fallback is None and self._frees(copy, wanted_bytes):
                 fallback = copy
         of_size = self._evictable_of_size.get(wanted_bytes)
-        return fallback or next(filter(self._is_whole, (of_size or {}).values()), None)
+        return fallback or next(filter(self._can_go, (of_size or {}).values()), None)
 
     def _clear_out(self, index: int) -> None:
         """Evict all copies of a slab in which nothing is stuck."""

@@ -75,6 +75,9 @@ TIERS = ("dram", "ssd")
 MEDIA = (*TIERS, "switch", "cold")
 """What a namespace's blocks may lie on; dram always."""
 
+ByTier = Annotated[
+    dict[Annotated[str, Meta(pattern=rf"\A({'|'.join(TIERS)})\Z")], U64], Meta(max_length=8)
+]
 Rate = Annotated[float, Meta(ge=0, le=1e15)]
 OnOff = Annotated[str, Meta(pattern=r"\A(on|off|)\Z")]
 """Empty: as the controller sees fit."""
@@ -84,7 +87,8 @@ class NamespaceSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """What an operator says of a namespace. What is 0, "" or empty is not limited, or as the
     agents' own options say.
 
-    `policy`: one of `POLICIES`; `quota_bytes` by tier (`TIERS`), on each node; `operations_per_s`
+    `policy`: one of `POLICIES`; `quota_bytes` by tier (`TIERS`), on each node; `assured_bytes`
+    likewise: what other namespaces cannot take from it; `operations_per_s`
     (keys of gets and puts) and `bytes_per_s`, on each node; `weight`: its share of transfers that
     wait for the same way, as against other namespaces'; `ttl_s`: how long a block lives (with the
     policy ttl after its last use, else after it was stored); `media`: of `MEDIA`, empty = all;
@@ -92,9 +96,8 @@ class NamespaceSettings(Struct, frozen=True, forbid_unknown_fields=True):
     (`kvcast.controller.core.adaptive`)."""
 
     policy: Annotated[str, Meta(pattern=rf"\A({'|'.join(POLICIES)}|)\Z")] = ""
-    quota_bytes: Annotated[
-        dict[Annotated[str, Meta(pattern=rf"\A({'|'.join(TIERS)})\Z")], U64], Meta(max_length=8)
-    ] = {}
+    quota_bytes: ByTier = {}
+    assured_bytes: ByTier = {}
     operations_per_s: Rate = 0.0
     bytes_per_s: Rate = 0.0
     weight: Annotated[float, Meta(ge=0.01, le=100)] = 1.0

@@ -48,10 +48,11 @@ async def test_an_operator_makes_limits_and_deletes_a_namespace(tmp_path: Path) 
         async def used() -> dict[str, float]:
             return await (await links[0].client()).stats()
 
-        quota = ["--quota", f"dram={3 * BLOCK_BYTES}"]
+        quota = ["--quota", f"dram={3 * BLOCK_BYTES}", "--assured", f"dram={BLOCK_BYTES}"]
         code, out, _ = await _namespace("set", number, *http, *quota, "--weight", "2")
         assert code == 0
         assert f"quota_bytes.dram={3 * BLOCK_BYTES}" in out
+        assert f"assured_bytes.dram={BLOCK_BYTES}" in out
 
         async def shrunk() -> bool:
             return (await used())["arena_used_bytes"] == 3 * BLOCK_BYTES

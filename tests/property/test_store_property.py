@@ -1,8 +1,9 @@
 """The store under any policy, wrong ones included.
 
 Oracle: `Store.check`, which reckons everything anew from the copies; a quota that is never
-exceeded; pinned copies whose bytes nobody else is given; and, for the value policy, that whoever
-came behind a block went before it. Cannot see: what the agent makes of it.
+exceeded, an assured share that no other takes; pinned copies whose bytes nobody else is given; and,
+for the value policy, that whoever came behind a block went before it. Cannot see: what the agent
+makes of it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from hypothesis import strategies as st
 from kvcast.hostagent.core.store import (
     EVICTED,
     EXPIRED,
+    MOST_ASSURED,
     Copy,
+    NoRoomError,
     QuotaError,
     Store,
     StoreError,
@@ -114,6 +117,7 @@ RULES = st.builds(
     policy=st.sampled_from(NAMES),
     quota_bytes=st.sampled_from((None, 0, 2 * SLAB, 3 * SLAB)),
     ttl_s=st.sampled_from((0.0, 3.0)),
+    assured_bytes=st.sampled_from((0, 0, SLAB // 2, 2 * SLAB, 3 * SLAB)),
 )
 
 
@@ -138,9 +142,15 @@ def test_no_policy_breaks_what_the_store_promises(
     store.configure(by_namespace)
     scene = Scene(store)
     for step in steps:
+        before = {namespace: store.namespace_bytes(namespace) for namespace in (1, 2)}
         scene.do(*step)
         store.check()
         used(store, by_namespace)
+        what, namespace, *_ = step
+        other = 3 - namespace
+        if what == "reserve":
+            kept = min(before[other], store.assured_bytes(other))
+            assert store.namespace_bytes(other) >= kept, "another took what was assured"
         for copy in scene.pinned:
             assert copy.pins > 0
     assert all(isinstance(copy, Copy) for copy in scene.pinned)
@@ -204,6 +214,53 @@ def test_a_quota_is_exact_to_one_block() -> None:
     with pytest.raises(QuotaError):
         store.reserve(BlockId(1, key(4)), 3 * SLAB + 1)
     assert len(store) == 3
+
+
+def _put(store: Store, namespace: int, number: int, size_bytes: int = SLAB) -> None:
+    store.commit(store.reserve(BlockId(namespace, key(number)), size_bytes), 7, home=True)
+
+
+@pytest.mark.parametrize("policy", NAMES)
+def test_what_is_assured_is_had_and_kept(policy: str) -> None:
+    store = Store(Allocator(SLABS * SLAB, SLAB))
+    store.configure({1: StoreRules(assured_bytes=2 * SLAB), 2: StoreRules(policy)})
+    for number in range(20):
+        _put(store, 2, number)
+    assert store.namespace_bytes(2) == SLABS * SLAB, "nobody else is there"
+    _put(store, 1, 0)
+    _put(store, 1, 1)
+    for number in range(20, 40):
+        _put(store, 2, number)
+    assert {b.key for b in store.blocks() if b.namespace == 1} == {key(0), key(1)}
+    # What it has beyond its share is anybody's.
+    _put(store, 1, 2)
+    assert store.namespace_bytes(1) == 3 * SLAB
+    for number in range(40, 60):
+        _put(store, 2, number)
+    assert store.namespace_bytes(1) >= 2 * SLAB
+    # Others may not have it for small blocks either, nor for one of several slabs.
+    for number in range(60, 120):
+        _put(store, 2, number, 900)
+    with pytest.raises(NoRoomError):
+        store.reserve(BlockId(2, key(200)), 5 * SLAB)
+    assert store.namespace_bytes(1) >= 2 * SLAB
+    # Its own puts may, and so may its own quota.
+    for number in range(10, 20):
+        _put(store, 1, number)
+    store.configure({1: StoreRules(quota_bytes=SLAB, assured_bytes=2 * SLAB)})
+    assert (store.namespace_bytes(1), store.assured_bytes(1)) == (SLAB, SLAB)
+    store.check()
+
+
+def test_more_than_there_is_cannot_be_assured() -> None:
+    store = Store(Allocator(SLABS * SLAB, SLAB))
+    store.configure({n: StoreRules(assured_bytes=SLABS * SLAB) for n in (1, 2, 3)})
+    assured = [store.assured_bytes(namespace) for namespace in (1, 2, 3)]
+    assert assured == [int(MOST_ASSURED * SLABS * SLAB) // 3] * 3
+    for namespace in (1, 2, 3):
+        for number in range(10):
+            _put(store, namespace, number)
+    assert all(store.namespace_bytes(namespace) for namespace in (1, 2, 3))
 
 
 def test_a_quota_that_shrinks_frees_at_once_and_one_that_grows_lets_more_in() -> None:

@@ -181,6 +181,11 @@ def _ages_on_disk(plan: Plan) -> bool:
     return bool(plan.disks) and ages
 
 
+def _has_shares(plan: Plan) -> bool:
+    """Something is assured to some namespace."""
+    return any(said.assured_bytes for said in plan.settings.values())
+
+
 def _has_quotas(plan: Plan) -> bool:
     """Some namespace has a quota of memory."""
     return any(said.quota_bytes for said in plan.settings.values())
@@ -853,6 +858,11 @@ def _quota_exceeded() -> Any:
         original(self, namespace, state, 0)
 
     return mock.patch.object(Store, "_respect_quota", respect)
+
+
+@bug("what is assured to a namespace is everybody's", 0, only=_has_shares)
+def _shares_are_everybodys() -> Any:
+    return mock.patch.object(Store, "_can_spare", return_value=True)
 
 
 @bug("a prefix stays when its beginning goes", 0, only=_has_prefixes)

@@ -67,7 +67,8 @@ def test_settings_of_the_map_are_in_force_and_change_with_the_next() -> None:
     assert len(node.core.store) == 2
     node.take_map(told(NamespaceSettings(quota_bytes={"dram": SLAB}), 2))
     assert len(node.core.store) == 1
-    node.take_map(told(NamespaceSettings(), 3))
+    node.take_map(told(NamespaceSettings(assured_bytes={"dram": 2 * SLAB}), 3))
+    assert node.core.store.assured_bytes(1) == 2 * SLAB
     for number in range(10, 17):
         node.hold(number, DATA)
     assert len(node.core.store) == 8

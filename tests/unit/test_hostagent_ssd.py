@@ -169,6 +169,26 @@ def test_the_disk_has_bytes_to_write_while_the_table_of_those_before_is_written(
     assert bench.store.used_bytes == ARENA // 4
 
 
+def test_what_is_assured_stays_in_dram_and_has_its_share_of_the_disk() -> None:
+    bench = Bench()
+    share = StoreRules(assured_bytes=4 * SIZE)
+    bench.store.configure({1: share})
+    bench.tier.configure({1: share, 2: StoreRules()}, set())
+    bench.fill(range(1, 7))
+    bench.fill(range(20, 20 + 5 * SLAB // SIZE), namespace=2)
+    mine = [bench.in_dram(number) for number in range(1, 7)]
+    assert sum(mine) == 4, "what is beyond its share went down"
+    assert not bench.on_disk(20, 2), "the disk is full, and what came first has left it"
+    assert any(bench.on_disk(number, 2) for number in range(100, 180))
+    # Its other blocks go down, and nothing of another evicts them there.
+    bench.store.configure({1: StoreRules(quota_bytes=SIZE)})
+    bench.fill(range(7, 11))
+    held = {number for number in range(1, 11) if bench.on_disk(number)}
+    assert len(held) >= 4
+    bench.fill(range(10, 250), namespace=2)
+    assert sum(map(bench.on_disk, held)) >= 4
+
+
 def test_what_is_chosen_while_others_are_written_is_bounded() -> None:
     bench = Bench(SsdRules(0.75, 0.0, batch_share=2 / 16))
     for number in range(16):
