@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, NamedTuple, Protocol
 
 from kvcast.hostagent.core.courier import Courier as CourierCore
-from kvcast.hostagent.network.lander import SINK_BYTES, Hashing, Landing, NativeRoom, land
+from kvcast.hostagent.network.lander import Hashing, Landing, Landings, land
 from kvcast.native.linux import (
     EAGAIN,
     EINTR,
@@ -63,13 +63,11 @@ from kvcast.protocol.conveyor import (
     room_for_requests,
 )
 from kvcast.protocol.courier import Courier, block_came, cut_off, progressed, reply_came
-from kvcast.protocol.placement import address_of_buffer
 
 TURN_BYTES: Final = 4 << 20
 """How much one connection may bring, or take, before others have their turn."""
 STILL_S: Final = 30.0
 """How long a reader may take nothing of what it has asked for."""
-_STATE_BYTES: Final = 1024
 
 
 class Conveyors(Struct):
@@ -300,18 +298,8 @@ class ConveyorSockets:
         self.address = ctypes.addressof(conveyors)
         conveyors.courier = courier.address
         conveyors.giving = self._gives.address
-        self._landings = (ctypes_of(Landing) * NODES)()
-        conveyors.landings = ctypes.addressof(self._landings)
-        self._rooms = (ctypes_of(NativeRoom) * (2 * NODES))()
-        self._states = bytearray((NODES + 1) * _STATE_BYTES)
-        self._sink = bytearray(SINK_BYTES)
-        state = address_of_buffer(self._states) + 63 & ~63
-        for number, landing in enumerate(self._landings):
-            landing.fd = -1
-            landing.rooms = ctypes.addressof(self._rooms[2 * number])
-            landing.sink = address_of_buffer(self._sink)
-            landing.state = state + number * _STATE_BYTES
-            landing.reset, landing.update, landing.digest = hashing
+        self._landings = Landings(NODES, hashing)
+        conveyors.landings = self._landings.address
 
     # --- connections ------------------------------------------------------------------------------
 
@@ -324,13 +312,9 @@ class ConveyorSockets:
                 self._courier.conveyor_gone(time.monotonic(), number)
             sock.close()
             return False
-        taker, landing = self._courier.taker(number), self._landings[number]
-        room = self._rooms[2 * number]
-        landing.fd, landing.low_water = sock.fileno(), 1
-        landing.first = landing.begun = 0
-        landing.count = 1
-        room.block = ctypes.addressof(taker) + type(taker).reply.offset
-        room.size, room.there = REPLY.size, 0
+        taker = self._courier.taker(number)
+        header = ctypes.addressof(taker) + type(taker).reply.offset
+        self._landings.begin(number, sock.fileno(), header, REPLY.size)
         self._takers[number] = _End(sock, node_id)
         return True
 
@@ -377,7 +361,7 @@ class ConveyorSockets:
     def _close_taker(self, number: int) -> None:
         end = self._takers.pop(number)
         self._roles.forget(end.sock.fileno())
-        self._landings[number].fd = -1
+        self._landings.end(number)
         self._courier.conveyor_gone(time.monotonic(), number)
         end.sock.close()
 

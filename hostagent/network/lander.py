@@ -245,7 +245,8 @@ def land(s: Landing, most: U64) -> U32:
 
 _ROOM: Final = struct.Struct("=4Q")
 assert _ROOM.size == ctypes.sizeof(ctypes_of(NativeRoom))
-assert ctypes_of(Landing).low_water.offset == 8
+_NATIVE_LANDING: Final = ctypes_of(Landing)
+assert _NATIVE_LANDING.low_water.offset == 8
 
 
 class Hashing(NamedTuple):
@@ -284,6 +285,38 @@ def available() -> bool:
     return hashing() is not None
 
 
+class Landings:
+    """`count` landings of two rooms each, for compiled code that reads many connections: at first
+    each reads a header, and then it is that code's."""
+
+    def __init__(self, count: int, functions: Hashing) -> None:
+        self._landings = (_NATIVE_LANDING * count)()
+        self.address = ctypes.addressof(self._landings)
+        """Where compiled code finds them, one after the other."""
+        self._rooms = (ctypes_of(NativeRoom) * (2 * count))()
+        self._states = bytearray((count + 1) * _STATE_BYTES)
+        self._sink = bytearray(SINK_BYTES)
+        state = address_of_buffer(self._states) + 63 & ~63
+        for number, landing in enumerate(self._landings):
+            landing.fd = -1
+            landing.rooms = ctypes.addressof(self._rooms[2 * number])
+            landing.sink = address_of_buffer(self._sink)
+            landing.state = state + number * _STATE_BYTES
+            landing.reset, landing.update, landing.digest = functions
+
+    def begin(self, number: int, fd: int, header: int, header_bytes: int) -> None:
+        """One reads from `fd` now: first a header, which goes to that address."""
+        landing, room = self._landings[number], self._rooms[2 * number]
+        landing.fd, landing.low_water = fd, 1
+        landing.first = landing.begun = 0
+        landing.count = 1
+        room.block, room.size, room.there = header, header_bytes, 0
+
+    def end(self, number: int) -> None:
+        """One reads no more."""
+        self._landings[number].fd = -1
+
+
 class Lander:
     """Reads one connection's blocks from `fd`, which stays open as long as this is used."""
 
@@ -291,7 +324,7 @@ class Lander:
         functions = hashing()
         assert functions is not None
         self._code = _compiled()
-        self._landing: Any = ctypes_of(Landing)()
+        self._landing: Any = _NATIVE_LANDING()
         self._address = ctypes.addressof(self._landing)
         self._rooms = bytearray(ROOMS * _ROOM.size)
         self._loaded: list[Room] = []

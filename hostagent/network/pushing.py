@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Final, NamedTuple, Protocol
 
 from kvcast.hostagent.core.pushing import Pushes
-from kvcast.hostagent.network.lander import SINK_BYTES, Hashing, Landing, NativeRoom, land
+from kvcast.hostagent.network.lander import Hashing, Landing, Landings, land
 from kvcast.native.linux import (
     EAGAIN,
     EINTR,
@@ -44,7 +44,6 @@ from kvcast.native.subset import (
     size_of,
     unsigned,
 )
-from kvcast.protocol.placement import address_of_buffer
 from kvcast.protocol.pushing import (
     NODES,
     PUSH,
@@ -65,7 +64,6 @@ from kvcast.protocol.pushing import (
 TURN_BYTES: Final = 4 << 20
 """How much one connection may bring before others have their turn."""
 _DIGEST_BYTES: Final = 8
-_STATE_BYTES: Final = 1024
 
 
 class PushEnds(Struct):
@@ -250,18 +248,8 @@ class PushSockets:
         ends.pushing = pushes.address
         self._sockets = (ctypes.c_int32 * NODES)(*[-1] * NODES)
         ends.sockets = ctypes.addressof(self._sockets)
-        self._landings = (ctypes_of(Landing) * NODES)()
-        ends.landings = ctypes.addressof(self._landings)
-        self._rooms = (ctypes_of(NativeRoom) * (2 * NODES))()
-        self._states = bytearray((NODES + 1) * _STATE_BYTES)
-        self._sink = bytearray(SINK_BYTES)
-        state = address_of_buffer(self._states) + 63 & ~63
-        for number, landing in enumerate(self._landings):
-            landing.fd = -1
-            landing.rooms = ctypes.addressof(self._rooms[2 * number])
-            landing.sink = address_of_buffer(self._sink)
-            landing.state = state + number * _STATE_BYTES
-            landing.reset, landing.update, landing.digest = hashing
+        self._landings = Landings(NODES, hashing)
+        ends.landings = self._landings.address
 
     # --- connections ------------------------------------------------------------------------------
 
@@ -289,13 +277,9 @@ class PushSockets:
         if free is None:
             sock.close()
             return
-        landing, room = self._landings[free], self._rooms[2 * free]
         receiver = self._pushes.receiver(free)
-        landing.fd, landing.low_water = sock.fileno(), 1
-        landing.first = landing.begun = 0
-        landing.count = 1
-        room.block = ctypes.addressof(receiver) + type(receiver).push.offset
-        room.size, room.there = PUSH.size, 0
+        header = ctypes.addressof(receiver) + type(receiver).push.offset
+        self._landings.begin(free, sock.fileno(), header, PUSH.size)
         self._receivers[free] = _End(sock, node_id)
         if not self._roles.take_pushes(sock.fileno(), free):
             self._close_receiver(free, served=False)
@@ -324,7 +308,7 @@ class PushSockets:
         end = self._receivers.pop(number)
         if served:
             self._roles.forget(end.sock.fileno())
-        self._landings[number].fd = -1
+        self._landings.end(number)
         self._pushes.receiver_gone(number)
         end.sock.close()
 
