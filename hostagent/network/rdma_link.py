@@ -63,6 +63,7 @@ class RdmaCalls:
         self._drivers: dict[RdmaConnection, tuple[ConnectingDriver, PairHolder]] = {}
         self._scratch = memoryview(bytearray(PIECE_BYTES))
         self._soon = False
+        """Whether `_act` is about to be called, or at work, and sees what there is to do."""
 
     def take(self) -> None:
         """Take the calls that are ours out of the cores' outbox, and start them."""
@@ -77,29 +78,35 @@ class RdmaCalls:
         outbox.calls.extend(others)
         self._link.ask(loop.time(), *ours)
         # Whoever called is in the middle of an event of the cores, and may not be told of ends now.
+        self._act_soon()
+
+    def _act_soon(self) -> None:
         if not self._soon:
             self._soon = True
-            loop.call_soon(self._act)
+            asyncio.get_running_loop().call_soon(self._act)
 
     def _act(self) -> None:
-        """Do what the link wants done."""
-        self._soon = False
+        """Do what the link wants done, and what those who are told of ends want then."""
+        self._soon = True
         now = asyncio.get_running_loop().time()
         told = False
-        while instructions := self._link.instructions():
-            for instruction in instructions:
-                match instruction:
-                    case Complete(call=call, outcome=outcome):
-                        call.ended(now, outcome)
-                        told = True
-                    case Connect(connection=connection):
-                        self._connect(connection)
-                    case Failed(node_id=node_id, problem=problem):
-                        self._carriers.failed(now, node_id, problem)
-                    case _ if (entry := self._drivers.get(instruction.connection)) is not None:
-                        driver, holder = entry
-                        holder.carry_out()
-                        driver.flush()
+        try:
+            while instructions := self._link.instructions():
+                for instruction in instructions:
+                    match instruction:
+                        case Complete(call=call, outcome=outcome):
+                            call.ended(now, outcome)
+                            told = True
+                        case Connect(connection=connection):
+                            self._connect(connection)
+                        case Failed(node_id=node_id, problem=problem):
+                            self._carriers.failed(now, node_id, problem)
+                        case _ if (entry := self._drivers.get(instruction.connection)) is not None:
+                            driver, holder = entry
+                            holder.carry_out()
+                            driver.flush()
+        finally:
+            self._soon = False
         again: list[BulkCall] = self._carriers.take_again()
         self._core.outbox.calls.extend(again)
         for news in self._carriers.take_news():
@@ -123,17 +130,13 @@ class RdmaCalls:
             if connection.problem:
                 log.warning("rdma: %s: %s", node.node_id, connection.problem)
 
-        def changed() -> None:
-            if not self._soon:
-                self._soon = True
-                loop.call_soon(self._act)
-
-        holder = PairHolder(connection, self._verbs, loop.time, changed)
+        # The card reports when nobody else is at work.
+        holder = PairHolder(connection, self._verbs, loop.time, self._act)
         driver = ConnectingDriver(
             connection,
             self._scratch,
             opened,
-            changed=changed,
+            changed=self._act_soon,
             refused=lambda error: connection.wrong_peer(loop.time(), str(error)),
             over=over,
         )

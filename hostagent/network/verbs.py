@@ -208,6 +208,7 @@ class Card:
             enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_MW_BIND,
             address=_address_of(memory),
         )
+        self._part = pyverbs.wr.SGE(0, 0, self._region.lkey)
 
     def _find(self) -> tuple[Any, int, int]:
         """The card that has our address: it, its port, and the place of the GID."""
@@ -330,7 +331,10 @@ class Card:
     # --- memory -------------------------------------------------------------------------------
 
     def part(self, address: int, size_bytes: int) -> Any:
-        return self._pyverbs.wr.SGE(address, size_bytes, self._region.lkey)
+        """Bytes of the arena, for an order that is made now: pyverbs takes long to make another of
+        these, and the order copies what it says."""
+        self._part.addr, self._part.length = address, size_bytes
+        return self._part
 
     def bind_info(self, address: int, size_bytes: int, access: int) -> Any:
         return self._pyverbs.mr.MWBindInfo(self._region, address, size_bytes, access)
