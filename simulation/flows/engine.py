@@ -519,7 +519,9 @@ class _Run:
     def _from_peers(self, ask: Ints, done: Ints, ready: Ints) -> tuple[Ints, Ints, Ints]:
         """Each reader of a block but the first takes it from an earlier one."""
         demand, pieces, options = self.demand, self.pieces, self.options
-        asked = ask[pieces.first_of_read]
+        # A read's first piece is not always the first to be asked for: the one before it, for
+        # which that waits, may come from another peer, and late.
+        asked = np.minimum.reduceat(ask, pieces.first_of_read)
         order = np.lexsort((asked, demand.read_block))
         block = demand.read_block[order]
         new = np.flatnonzero(np.r_[True, block[1:] != block[:-1]])

@@ -169,6 +169,16 @@ def test_every_byte_that_leaves_arrives(topology: str, way: Way) -> None:
     assert outcome.unsettled == 0
 
 
+@pytest.mark.parametrize("fan_out", [1, 2, 3])
+def test_peers_that_take_turns_in_trees_settle(fan_out: int) -> None:
+    """Who hands a block on is decided by who asked for any of it first, or else by the future."""
+    demand = demand_for(Scenario(workload="model-load", hosts=24, reads=300))
+    options = FlowOptions(way="peers", fan_out=fan_out, max_pieces=4, max_rounds=400)
+    outcome = simulate(demand, star(24, GBPS), options)
+    assert outcome.unsettled == 0
+    assert outcome.rounds < options.max_rounds
+
+
 def test_nobody_waits_longer_because_reads_join_on_an_idle_network() -> None:
     demand = incast(6, BLOCK, spread_ns=50_000)
     network = leaf_spine(7, GBPS, hosts_per_leaf=4)
