@@ -256,7 +256,17 @@ class AdmissionFlags:
         default=True,
     )
     half_life_s: float = seconds(
-        "after which a read counts half", default=ValueOptions.half_life_s, low=0.1, high=86400
+        "after which a read counts half, where reads are few: it does so after as many as there "
+        "are slots",
+        default=ValueOptions.half_life_s,
+        low=0.1,
+        high=86400,
+    )
+    least_half_life_s: float = seconds(
+        "how soon at most it counts half, however many reads there are",
+        default=ValueOptions.least_half_life_s,
+        low=0.1,
+        high=86400,
     )
     horizon_s: float = seconds(
         "how far ahead reads are expected", default=ValueOptions.horizon_s, low=0.1, high=86400

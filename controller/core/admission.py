@@ -8,10 +8,13 @@ evict for it. Must not know: slots' numbers, tables, agents; time is given.
 *Reads* are READs of single segments. They are counted in two places, by the switch (heat digests
 for what misses, `resident_hits` for what it serves) and by the home (its reports); the two see
 the same reads, so the larger decayed count is taken, not their sum. A count S that halves every
-`half_life_s` stands for a rate of S·ln 2/half_life. *Fan-out* is the number of readers seen
-waiting at once, f: the factor 1 + log2(f)/2 says that a block that many want at once is worth
-more than the same count from one (they wait for one link). Of equal values the shallower block in
-its prefix goes first: it is of use to more prompts, and without it the deeper ones are of none.
+half-life stands for a rate of S·ln 2/half_life. Counts halve with what is heard: after as many
+reads as the switch has slots, since what was wanted before so many others has had its turn; but no
+sooner than in `least_half_life_s` (homes report in turns, and who reports last knows no more), and
+no later than in `half_life_s`. *Fan-out* is the number of readers seen waiting at once, f: the
+factor 1 + log2(f)/2 says that a block that many want at once is worth more than the same count from
+one (they wait for one link). Of equal values the shallower block in its prefix goes first: it is of
+use to more prompts, and without it the deeper ones are of none.
 
 *Hysteresis*: a block must be expected to be read `min_reads` times to be given free slots, and
 `displace_reads` times to displace others, of which it must be worth `margin` times the sum; and a
@@ -46,25 +49,30 @@ _segments_of = functools.lru_cache(maxsize=1024)(CELLS.segments_of)
 MAX_CANDIDATES = 65_536
 """Blocks whose heat is remembered; beyond it the least valuable eighth is forgotten."""
 
+LEAST_FADE_READS = 64
+"""Reads after which counts halve in a switch of fewer slots: one block's own are not enough."""
+
 
 @dataclass(frozen=True)
 class ValueOptions:
     """How heat becomes value.
 
-    `half_life_s`: after which a read counts half; `horizon_s`: how far ahead reads are expected;
-    `min_reads`, `displace_reads`: reads of a segment expected within the horizon, below which a
-    block is not given free slots, or not those of others; `margin`: by how much a
+    `half_life_s`: after which a read counts half, and `least_half_life_s` where many are heard;
+    `horizon_s`: how far ahead reads are expected, for that half-life, and as many times shorter for
+    shorter ones; `min_reads`, `displace_reads`: reads of a segment expected within the horizon,
+    below which a block is not given free slots, or not those of others; `margin`: by how much a
     block must beat its victims; `keep_value`: bytes saved a cell from which an evicted block is
     made sure to live in DRAM; `min_stay_s`: how long a resident is safe from displacement.
     """
 
     half_life_s: float = 20.0
+    least_half_life_s: float = 1.0
     horizon_s: float = 30.0
     min_reads: float = 0.9
     displace_reads: float = 2.0
     margin: float = 1.25
     keep_value: float = 1024.0
-    min_stay_s: float = 5.0
+    min_stay_s: float = 1.0
 
     def under(self, rule: Rule) -> ValueOptions:
         """What holds where blocks are chosen by that rule."""
@@ -126,17 +134,26 @@ class HeatMap:
     Of each block a row: counts, fan-out and time are columns, so that an event changes a few
     numbers, and a look at all of them is a few operations on whole columns. An unused row has no
     reads. `rule` says by what blocks are compared; `value` is always that of the rule `value`.
+    `slots`: of the switch, and reads after which counts halve; 0 = they halve with time alone.
     """
 
-    def __init__(self, options: ValueOptions, limit: int = MAX_CANDIDATES) -> None:
+    def __init__(
+        self, options: ValueOptions, limit: int = MAX_CANDIDATES, *, slots: int = 0
+    ) -> None:
         self._options = options
+        self._slots = slots
+        self._now = -inf
+        self._aged = 0.0
+        """Half-lives since the beginning."""
+        self._owed = 0.0
+        """Half-lives, one at most, that reads have made up for and time has not let pass yet."""
         self._limit = limit
         self.rule = Rule.VALUE
         self._rows: dict[BlockId, int] = {}
         self._blocks: list[BlockId | None] = []
         self._free: list[int] = []
         self._at = array("d")
-        """When the other columns of the row were last brought up to date."""
+        """When the other columns of the row were last brought up to date, in half-lives."""
         self._switch_reads = array("d")
         self._home_reads = array("d")
         self._read_at = array("d")
@@ -176,6 +193,7 @@ class HeatMap:
     ) -> None:
         """The home answered `reads` READs from `readers` nodes."""
         row = self._touch(block, now)
+        self._heard(reads)
         self._home_reads[row] += reads
         self._read_at[row] = now
         self._fan_out[row] = max(self._fan_out[row], readers)
@@ -187,6 +205,7 @@ class HeatMap:
     def served(self, block: BlockId, reads: float, now: float) -> None:
         """The switch served `reads` READs from a resident."""
         row = self._touch(block, now)
+        self._heard(reads)
         self._switch_reads[row] += reads
         self._read_at[row] = now
 
@@ -199,7 +218,7 @@ class HeatMap:
         row, options = self._rows[block], self._options
         count = max(self._switch_reads[row], self._home_reads[row])
         rank = math.log2(count / self._segments[row]) if count > 0 else -inf
-        rank += now / options.half_life_s
+        rank += self._age(now)
         enough = count * self._reads_a_count >= options.displace_reads
         displaces = rank - math.log2(options.margin) if enough else -inf
         return {Rule.VALUE: Standing(rank, displaces), Rule.RECENT: Standing(now, now)}
@@ -215,18 +234,36 @@ class HeatMap:
         for block in [block for block in self._rows if block.namespace in namespaces]:
             self._drop(block)
 
+    def _age(self, now: float) -> float:
+        """How many half-lives have passed by now."""
+        options = self._options
+        since_s = now - self._now
+        if since_s > 0:
+            if since_s < inf:
+                at_least = since_s / options.half_life_s
+                at_most = since_s / min(options.least_half_life_s, options.half_life_s)
+                paid = min(self._owed, at_most - at_least)
+                self._owed -= paid
+                self._aged += at_least + paid
+            self._now = now
+        return self._aged
+
+    def _heard(self, reads: float) -> None:
+        if self._slots:
+            self._owed = min(1.0, self._owed + reads / max(self._slots, LEAST_FADE_READS))
+
     def _touch(self, block: BlockId, now: float) -> int:
         """The block's row, brought up to date."""
         row = self._rows.get(block)
         if row is None:
             return self._new(block, now)
-        since_s = now - self._at[row]
-        if since_s > 0:
-            decay = 0.5 ** (since_s / self._options.half_life_s)
+        aged = self._age(now)
+        if aged > self._at[row]:
+            decay = 0.5 ** (aged - self._at[row])
             self._switch_reads[row] *= decay
             self._home_reads[row] *= decay
             self._fan_out[row] = 1 + (self._fan_out[row] - 1) * decay
-            self._at[row] = now
+            self._at[row] = aged
         return row
 
     def _new(self, block: BlockId, now: float) -> int:
@@ -244,7 +281,7 @@ class HeatMap:
                 number.append(0)
         self._rows[block] = row
         self._blocks[row] = block
-        self._at[row] = now
+        self._at[row] = self._age(now)
         self._fan_out[row] = 1.0
         self._segments[row] = 1
         return row
@@ -267,8 +304,8 @@ class HeatMap:
         self._depth[row] = self._size_bytes[row] = 0
 
     def _decays(self, now: float, rows: Rows) -> Floats:
-        since_s = np.maximum(0.0, now - np.frombuffer(self._at)[rows])
-        return np.exp2(since_s / -self._options.half_life_s)
+        decays: Floats = np.exp2(np.frombuffer(self._at)[rows] - self._age(now))
+        return decays
 
     def _expected(self, now: float, rows: Rows, rule: Rule) -> Floats:
         """READs of each row's block within the horizon; under `recent` one read within the horizon

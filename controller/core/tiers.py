@@ -119,7 +119,7 @@ class Tiers:
         self.mode = mode
         self.residency = residency
         self.options = options
-        self.heat = HeatMap(options)
+        self.heat = HeatMap(options, slots=residency.capacity)
         self.ghosts = Ghosts(residency.capacity)
         self.pins: set[BlockId] = {b for b, r in residency.residents.items() if r.pinned}
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)

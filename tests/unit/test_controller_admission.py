@@ -7,11 +7,13 @@ random admissions and evictions checks that no slot is lost or held twice. Canno
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.controller.core.admission import (
+    LEAST_FADE_READS,
     Contender,
     HeatMap,
     Holder,
@@ -156,7 +158,27 @@ def test_heat_is_what_the_formulas_say(
 
 def test_value_halves_with_the_half_life() -> None:
     heat = heat_with({1: 8})
-    assert heat.value(block(1), 10.0) == pytest.approx(heat.value(block(1), 0.0) / 2)
+    before = heat.value(block(1), 0.0)
+    assert heat.value(block(1), 10.0) == pytest.approx(before / 2)
+
+
+def test_counts_halve_after_as_many_reads_as_there_are_slots_but_not_at_once() -> None:
+    options = replace(OPTIONS, half_life_s=100.0, least_half_life_s=2.0)
+
+    def left_after(reads: float, seconds: float) -> float:
+        """Of a block's value, when so many READs of another have come and so much time passed."""
+        heat = HeatMap(options, slots=LEAST_FADE_READS)
+        heat.seen_by_switch(block(1), segment=0, reads=8, fan_out=1, now=0.0)
+        before = heat.value(block(1), 0.0)
+        heat.served(block(2), reads, 0.0)
+        return heat.value(block(1), seconds) / before
+
+    assert left_after(0, 100) == pytest.approx(1 / 2), "time alone"
+    assert left_after(64, 0) == 1, "whoever reports last knows no more"
+    assert left_after(64, 1) == pytest.approx(2**-0.5), "no sooner than that"
+    assert left_after(64, 10) == pytest.approx(2**-1.1)
+    assert left_after(32, 10) == pytest.approx(2**-0.6)
+    assert left_after(8e9, 10) == pytest.approx(2**-1.1), "a flood is no more than one half-life"
 
 
 def test_value_is_bytes_saved_a_cell() -> None:
