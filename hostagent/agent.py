@@ -309,6 +309,7 @@ class Agent:
             arena_address=address_of_buffer(self.arena.memory),
             lane=0 if core.lane is None else core.lane.address,
         )
+        core.serving.stored = pushes.stored
         return CourierDriver(
             *(courier, pushes, loop.selector, core.requester.placement),
             frames=transport.socket,

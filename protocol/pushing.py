@@ -137,9 +137,15 @@ class Push(Struct):
     """The key in two halves, as they lie in memory."""
     meaning: U64
     """What the namespace means to whoever pushes."""
+    parent: U64
+    rest_of_parent: U64
+    """The key of the block before it in its prefix; 0: there is none, or it is not known."""
     size: U32
+    depth: U32
+    """How many blocks are before it."""
     namespace: U16
     padding: U16
+    more_padding: U32
 
 
 class Verdict(Struct):
@@ -250,7 +256,11 @@ class Landed(Struct):
     namespace: U32
     key: U64
     rest_of_key: U64
+    parent: U64
+    rest_of_parent: U64
     digest: U64
+    depth: U32
+    padding: U32
 
 
 class Pushing(Struct):
@@ -415,6 +425,7 @@ def hear_put(p: Pushing, client: U64, at: U64, length: U64, now_ns: U64) -> bool
     push.size = room.size
     push.namespace = q.namespace
     push.padding = 0
+    push.more_padding = 0
     room.push_left = size_of(Push)
     room.left = room.size
     room.digest_left = 0 + _DIGEST_BYTES
@@ -626,7 +637,8 @@ def _may_land(landing: Landing, push: Push) -> bool:
 def is_push(receiver: Receiver) -> bool:
     """Whether a header is of a form that there is, and there is room for a verdict on it."""
     push = receiver.push[0]
-    return push.size != 0 and push.padding == 0 and receiver.verdict_count < PUSHES
+    padded = push.padding != 0 or push.more_padding != 0
+    return push.size != 0 and not padded and receiver.verdict_count < PUSHES
 
 
 @native
@@ -680,6 +692,9 @@ def push_landed(p: Pushing, receiver: Receiver, digest: U64) -> None:
     landed.namespace = push.namespace
     landed.key = push.key
     landed.rest_of_key = push.rest_of_key
+    landed.parent = push.parent
+    landed.rest_of_parent = push.rest_of_parent
+    landed.depth = push.depth
     landed.digest = receiver.digest[0]
 
 
@@ -703,7 +718,7 @@ def withdraw(p: Pushing, place: U64) -> None:
 
 # --- Python's side ----------------------------------------------------------------------------
 
-PUSH: Final = struct.Struct("<Q16sQIHH")
+PUSH: Final = struct.Struct("<Q16sQ16sIIHHI")
 """A `Push`, as it is on the wire;"""
 DIGEST: Final = struct.Struct("<Q")
 """what follows the bytes;"""
@@ -714,7 +729,7 @@ assert VERDICT.size == ctypes.sizeof(ctypes_of(Verdict))
 assert DIGEST.size == _DIGEST_BYTES
 assert ANSWER.size == ctypes.sizeof(ctypes_of(Answer)) - WORD_BYTES
 _ENDED: Final = struct.Struct("=IIII16sQQ")
-_LANDED: Final = struct.Struct("=IIII16sQ")
+_LANDED: Final = struct.Struct("=IIII16s16sQII")
 assert _ENDED.size == ctypes.sizeof(ctypes_of(Ended))
 assert _LANDED.size == ctypes.sizeof(ctypes_of(Landed))
 
@@ -744,7 +759,10 @@ class PushLanded(NamedTuple):
     size_bytes: int
     namespace: int
     key: bytes
+    parent: bytes
     digest: int
+    depth: int
+    padding: int
 
 
 class Compiled(NamedTuple):

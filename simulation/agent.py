@@ -14,13 +14,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 import msgspec
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.courier import Courier
 from kvcast.hostagent.core.pool import Pool
+from kvcast.hostagent.core.pushing import Pushes
 from kvcast.hostagent.core.recovery import Recovery
+from kvcast.hostagent.core.serving import Serving
 from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.network.lander import hashing
@@ -40,6 +42,7 @@ from kvcast.protocol.messages.control import (
     Registered,
 )
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac
+from kvcast.protocol.messages.questions import PUT
 from kvcast.protocol.messages.roce import SHARED_CHUNKING
 from kvcast.protocol.messages.shared import index_bytes
 from kvcast.protocol.messages.wire import UDP_PORT, decode, encode
@@ -51,6 +54,7 @@ from kvcast.simulation.disk_side import DiskSide
 from kvcast.simulation.model_writes import is_roce
 from kvcast.simulation.network import Link
 from kvcast.simulation.objects import ColdSide, SimObjects
+from kvcast.simulation.pushing import PushSide
 from kvcast.simulation.rdma import RdmaSide
 from kvcast.simulation.streams import Process, StreamDriver, StreamEnd
 from kvcast.simulation.verbs import Fabric
@@ -135,6 +139,7 @@ class HostObserver(Protocol):
     def zone_made(self, host: int, queue_pair: int) -> None: ...
 
 
+_PUT: Final = PUT.to_bytes(2, "little")
 _LANDINGS_SHARE: Final = 8
 """Landing places of the courier take more of these small arenas than of real ones."""
 
@@ -154,6 +159,17 @@ def _courier_of(host: SimHost, core: AgentCore) -> Courier | None:
         most_bytes=host.options.arena_bytes // _LANDINGS_SHARE,
         hashing=functions,
     )
+
+
+def _pushes_of(host: SimHost, core: AgentCore, courier: Courier, serving: Serving) -> Pushes:
+    """Its puts by compiled code, likewise."""
+    pushes = Pushes(
+        *(courier, core.store, core.writes, serving, core.outbox, core.metrics),
+        arena_address=address_of_buffer(host.memory),
+        lane=0 if core.lane is None else core.lane.address,
+    )
+    core.serving.stored = pushes.stored
+    return pushes
 
 
 def agent_core(host: SimHost, rng: random.Random) -> AgentCore:
@@ -438,6 +454,13 @@ class SimAgent(Process):
                 settled=self._settled,
             )
             self.bulk.give_to = self.conveyors.give_to
+            self.pushes = _pushes_of(host, core, self.courier, cast(Serving, self.bulk.served))
+            self.push_side = PushSide(
+                *(host.world, self, core, self.pushes),
+                open_stream=lambda node_id: host.network.open_bulk(host, node_id),
+                settled=self._settled,
+            )
+            self.bulk.take_from = self.push_side.take_from
         self._alarm = Alarm(host.world, lambda: host.when_running(self, self._wake))
         self._control = ControlCaller(
             core, CONTROL, self._registration(), rng, core.metrics, self._flush
@@ -469,6 +492,7 @@ class SimAgent(Process):
         self.bulk.die(machine=machine)
         if self.conveyors is not None:
             self.conveyors.die(machine=machine)
+            self.push_side.die(machine=machine)
         if self.rdma is not None:
             self.rdma.die(machine=machine)
         if self.zones is not None:
@@ -525,6 +549,12 @@ class SimAgent(Process):
         courier = self.courier
         assert courier is not None
         courier.prepare(self.now)
+        self.pushes.prepare(self.now, shut=courier.is_shut)
+        if question[:2] == _PUT:
+            assert self.pushes.hear(number, question, self.now), "an honest client's put"
+            self._end_courier()
+            self.pump()
+            return
         for node, datagram in courier.hear(number, question, self.now):
             self._follow_pool()
             wrap = self._wrap.get(node)
@@ -547,6 +577,9 @@ class SimAgent(Process):
         assert self.conveyors is not None
         self.conveyors.act()
         courier.book(self.now)
+        self.pushes.book(self.now)
+        self.push_side.act()
+        self.pushes.book(self.now)
         for number, answer in courier.take_answers():
             told = self.courier_told[number]
             self.host.world.after(
@@ -564,6 +597,7 @@ class SimAgent(Process):
             self._pool = pool
             if self.conveyors is not None:
                 self.conveyors.follow()
+                self.push_side.follow()
             if self.zones is not None:
                 self.zones.follow()
             self._placement.know(pool.index_by_ip)
@@ -604,9 +638,9 @@ class SimAgent(Process):
     def _set_timer(self) -> None:
         when = self.core.get_timer(self.now)
         if self.courier is not None:
-            mine = self.courier.expire(self.now)
+            times = (when, self.courier.expire(self.now), self.push_side.expire())
             self._end_courier()
-            when = mine if when is None or (mine is not None and mine < when) else when
+            when = min((each for each in times if each is not None), default=None)
         if when is not None:
             self._alarm.set(max(self.host.world_time(when), self.host.world.now) + 1e-7)
 

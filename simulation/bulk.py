@@ -20,6 +20,7 @@ from kvcast.protocol.links.bulk_callee import BulkCallee
 from kvcast.protocol.links.bulk_caller import BulkCaller, BulkConnection, Complete, Connect
 from kvcast.protocol.messages import bulk
 from kvcast.protocol.messages.bulk import BulkPut, PutHeader, WantedBlock
+from kvcast.protocol.messages.wire import BlockId
 from kvcast.simulation.streams import Process, StreamDriver, StreamEnd
 from kvcast.simulation.world import World
 
@@ -71,6 +72,10 @@ class Watched:
             self._acknowledged(namespace, block.key)
         return status
 
+    def pushed(self, block: BlockId, size_bytes: int) -> None:
+        self._serving.pushed(block, size_bytes)
+        self._acknowledged(block.namespace, block.key)
+
     def get(self, caller: str, namespace: int, block: WantedBlock) -> Copy | Lie | str:
         copy = self._serving.get(caller, namespace, block)
         if self.lie is None or isinstance(copy, str):
@@ -112,7 +117,9 @@ class BulkSide:
         self.served = Watched(core.serving, acknowledged)
         self.listens = True
         self.give_to: Callable[[StreamEnd, str], None] | None = None
-        """Takes a stream that a node asks on by itself from now on."""
+        """Takes a stream that a node asks on by itself from now on;"""
+        self.take_from: Callable[[StreamEnd, str], None] | None = None
+        """and one that it pushes on."""
         self._pool: Pool | None = None
         self._calling: dict[BulkConnection, StreamDriver] = {}
         self._serving: dict[StreamDriver, None] = {}
@@ -186,8 +193,9 @@ class BulkSide:
                 driver.detach()
                 link.end(self._process.now)
                 self._gone(driver)
-                assert self.give_to is not None
-                self.give_to(end, caller)
+                take = self.take_from if link.pushes else self.give_to
+                assert take is not None
+                take(end, caller)
             self._pump()
 
         driver = StreamDriver(

@@ -18,12 +18,16 @@ from kvcast.hostagent.core.sessions import Session
 from kvcast.hostagent.core.writes import ACK_LOCAL
 from kvcast.protocol.messages import local, shared
 from kvcast.protocol.messages.questions import (
+    ACK_BY_DEFAULT,
     ANSWER,
     FIRST_HANDLE,
     GET,
     GET_MANY,
     GIVEN,
     MAX_MANY,
+    PUT,
+    PUT_HOME,
+    PUT_QUESTION,
     QUESTION,
     RELEASE,
     TIERS,
@@ -83,6 +87,7 @@ class Client:
         self._waiting: dict[int, Callable[[local.AgentReply], None]] = {}
         self._next = 1
         self._asked_courier: dict[int, Callable[[local.Got | None], None]] = {}
+        self._asked_to_put: dict[int, Callable[[local.Committed | None], None]] = {}
         self._courier: int | None = None
         if agent.courier is not None:
             self._courier = agent.courier.join(self._session)
@@ -220,6 +225,9 @@ class Client:
     def _courier_told(self, answer: bytes) -> None:
         blocks = []
         number: int = ANSWER.unpack_from(answer)[3]
+        if number in self._asked_to_put:
+            self._was_put(number, answer)
+            return
         for status, tier, _, _, *found in ANSWER.iter_unpack(answer):
             if status == GIVEN:
                 self._host.world.counts["get.by_the_courier"] += 1
@@ -338,9 +346,6 @@ class Client:
         token = model.begins(host.number, name, "put", world.now + PUT_BOUND_S, frozenset())
         number = self._number()
         core = self.agent.core
-        if core.pool is not None and core.pool.is_home(BlockId(*name)):
-            # What follows makes this host one of those that have the block.
-            model.acknowledged(host.number, host.memory_lives, name)
 
         def committed(reply: local.AgentReply) -> None:
             model.ends(token)
@@ -355,7 +360,33 @@ class Client:
             if then is not None:
                 then(result.status)
 
-        self._ask(local.Commit(number, [ticket]), number, committed)
+        def by_a_message() -> None:
+            if core.pool is not None and core.pool.is_home(BlockId(*name)):
+                # What follows makes this host one of those that have the block.
+                model.acknowledged(host.number, host.memory_lives, name)
+            self._ask(local.Commit(number, [ticket]), number, committed)
+
+        meaning = self._local.meaning(name[0])
+        if self._courier is None or meaning is None:
+            by_a_message()
+            return
+        self._asked_to_put[number] = lambda home: committed(home) if home else by_a_message()
+        question = PUT_QUESTION.pack(
+            *(PUT, name[0], ACK_BY_DEFAULT, number, name[1], meaning, ticket)
+        )
+        self.agent.ask_courier(self._courier, question)
+
+    def _was_put(self, number: int, answer: bytes) -> None:
+        """The courier's answer to a put."""
+        status, _, _, _, _, _, copies, digest = ANSWER.unpack(answer)
+        then = self._asked_to_put.pop(number)
+        if self.closed:
+            return
+        if status == PUT_HOME:
+            self._host.world.counts["put.by_the_courier"] += 1
+            then(local.Committed(number, [local.PutBlock(local.OK, copies, digest)]))
+        else:
+            then(None)
 
     # --- the rest ---------------------------------------------------------------------------
 

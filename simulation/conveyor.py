@@ -23,9 +23,9 @@ PIECE_BYTES: Final = 16 * 1024
 _CONNECT_S: Final = 1.0
 
 
-class _End(StreamDriver):
-    """What a stream's end tells once it is a conveyor's. `moved` is called when bytes have come or
-    may go, `over` once."""
+class MovedEnd(StreamDriver):
+    """What a stream's end tells once it is a conveyor's. `move` is called when bytes have come or
+    may go, and is to be had called once more by `moved` for what has come before; `over` once."""
 
     def __init__(
         self, process: Process, end: StreamEnd, move: Callable[[], None], over: Callable[[], None]
@@ -36,7 +36,6 @@ class _End(StreamDriver):
         self._over = over
         self._is_over = False
         end.driver = self
-        self.moved()
 
     def connected(self) -> None:
         pass
@@ -79,9 +78,9 @@ class ConveyorSide:
         self._courier = courier
         self._open_stream = open_stream
         self._settled = settled
-        self._takers: dict[int, _End] = {}
+        self._takers: dict[int, MovedEnd] = {}
         self._taker_nodes: dict[int, str] = {}
-        self._gives: dict[str, tuple[int, _End]] = {}
+        self._gives: dict[str, tuple[int, MovedEnd]] = {}
         self._asking: dict[str, StreamDriver] = {}
         self._givers: Givers | None = None
         courier.takes_conveyors = core.options.lone_reads_by_tcp
@@ -184,7 +183,8 @@ class ConveyorSide:
             self._settled()
 
         self._taker_nodes[number] = node_id
-        self._takers[number] = _End(self._process, end, moved, over)
+        made = self._takers[number] = MovedEnd(self._process, end, moved, over)
+        made.moved()
 
     # --- giving -----------------------------------------------------------------------------
 
@@ -221,7 +221,9 @@ class ConveyorSide:
             if self._gives.get(node_id, (-1, None))[0] == number:
                 del self._gives[node_id]
 
-        self._gives[node_id] = number, _End(self._process, end, moved, over)
+        made = MovedEnd(self._process, end, moved, over)
+        self._gives[node_id] = number, made
+        made.moved()
 
 
 def _offended(why: str) -> None:

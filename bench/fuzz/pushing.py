@@ -85,6 +85,7 @@ class Side:
             lane=core.lane.address,
         )
         self.pushes.connects = True
+        core.serving.stored = self.pushes.stored
 
     def prepare(self, now: float) -> None:
         """As before every wait."""
@@ -259,7 +260,13 @@ class Pair:
             return 0
         for side in self.sides:
             side.prepare(self.now)
-        said = bytearray(self.putter.pushes.bytes_to_send(self.pusher, most, self.now))
+        said = bytearray()
+        while len(said) < most:
+            left = most - len(said)
+            piece, _ = self.putter.pushes.piece_to_send(self.pusher, left, self.now)
+            if not piece:
+                break
+            said += piece
         if spoil == 1 and said:
             said[len(said) // 2] ^= 1
         verdicts = self.home.pushes.brought(self.receiver, bytes(said), self.now)
@@ -423,7 +430,7 @@ class PushingHarness(Harness):
             + bytes([10, 0, PUT_QUESTION.size])
             + PUT_QUESTION.pack(PUT, NAMESPACE, 1, 9, key_of(5), 0, 1)
         )
-        header = PUSH.pack(9, key_of(3), 0, len(content_of(3)), NAMESPACE, 0)
+        header = PUSH.pack(*(9, key_of(3), 0, bytes(16), len(content_of(3)), 0, NAMESPACE, 0, 0))
         foreign = begin + bytes([11, 0, PUSH.size]) + header
         return [whole, ahead, wrong, cut, raw, foreign, whole + ahead + bytes([7, 0, 0])]
 

@@ -143,12 +143,11 @@ class Pushes:
         for putter in self._putters:
             putter.next_room = NOWHERE
         courier.pushes = self
-        serving.stored = self._stored
 
     def _array(self, kind: Any, count: int) -> Any:
         return (ctypes_of(kind) * count)()
 
-    def _stored(self, block: BlockId, size_bytes: int) -> None:
+    def stored(self, block: BlockId, size_bytes: int) -> None:
         """A node has put a block here in the other way: the next will be about as large."""
         if self._takes:
             self._courier.expect(self._store.now, block.namespace, size_bytes)
@@ -194,6 +193,9 @@ class Pushes:
         push = room.push[0]
         push.key = int.from_bytes(key[:8], "little")
         push.rest_of_key = int.from_bytes(key[8:], "little")
+        push.parent = int.from_bytes(copy.parent[:8], "little")
+        push.rest_of_parent = int.from_bytes(copy.parent[8:], "little")
+        push.depth = copy.depth
         self._hints[ticket % pushing.TICKETS] = number
         if spare:
             room.state = ROOM_SPARE
@@ -257,6 +259,8 @@ class Pushes:
         for landed in pushing.take_landed(self._landed, native.landed_count):
             block = BlockId(landed.namespace, landed.key)
             place = self._courier.take_landed(landed.landing)
+            place.parent = landed.parent if any(landed.parent) else b""
+            place.depth = landed.depth
             copy = self._store.land(place, block, landed.size_bytes, landed.digest, home=True)
             self._store.unpin(copy)
             self.counters.taken += 1
@@ -389,35 +393,39 @@ class Pushes:
         return self.code.hear_put(self.address, client, at, len(data), _ns(now))
 
     def expire(self, now: float) -> float | None:
-        """End what has stood still; when the next will have, None: nothing moves."""
+        """End what has stood still; when the next will have, or is one of `still`; None: nothing
+        moves."""
         self.code.expire_pushes(self.address, _ns(now))
         times = [end.until_ns / 1e9 for end in self._pushers if end.count and not end.broken]
+        times += [
+            end.since_ns / 1e9 + STILL_S
+            for end in self._receivers
+            if end.node != NOBODY and end.taking
+        ]
         return min(times, default=None)
 
-    def bytes_to_send(self, number: int, at_most: int, now: float) -> bytes:
-        """What a pusher says next."""
+    def piece_to_send(self, number: int, at_most: int, now: float) -> tuple[bytes, bool]:
+        """What a pusher says next, of a header, a block's bytes or their digest; and whether it is
+        of a block's bytes."""
         self.native.unsent = 0
         pusher = self._pushers[number]
         at = ctypes.addressof(pusher)
-        said = b""
-        while len(said) < at_most:
-            place = self.code.leaves_next(self.address, at)
-            if place == pushing.ROOMS:
-                break
-            room = self._rooms[place]
-            if room.push_left or room.left:
-                header = ctypes.string_at(
-                    ctypes.addressof(room) + type(room).push.offset, PUSH.size
-                )
-                piece = header[PUSH.size - room.push_left :]
-                begin = room.address + room.size - room.left
-                piece += ctypes.string_at(begin, min(room.left, at_most))
-            else:
-                piece = DIGEST.pack(room.digest[0])[DIGEST.size - room.digest_left :]
-            piece = piece[: at_most - len(said)]
-            said += piece
-            self.code.has_left(self.address, at, place, len(piece), _ns(now))
-        return said
+        place = self.code.leaves_next(self.address, at)
+        if place == pushing.ROOMS:
+            return b"", False
+        room = self._rooms[place]
+        of_block = not room.push_left and bool(room.left)
+        if of_block:
+            begin = room.address + room.size - room.left
+            piece = ctypes.string_at(begin, min(room.left, at_most))
+        elif room.push_left:
+            header = ctypes.addressof(room) + type(room).push.offset
+            piece = ctypes.string_at(header, PUSH.size)[PUSH.size - room.push_left :]
+        else:
+            piece = DIGEST.pack(room.digest[0])[DIGEST.size - room.digest_left :]
+        piece = piece[:at_most]
+        self.code.has_left(self.address, at, place, len(piece), _ns(now))
+        return piece, of_block
 
     def heard_verdicts(self, number: int, data: bytes, now: float) -> None:
         """A home has said so much to a pusher."""
@@ -450,7 +458,7 @@ class Pushes:
                 del pending[: PUSH.size]
                 self.code.push_came(self.address, at)
                 continue
-            size = PUSH.unpack(ctypes.string_at(at + type(receiver).push.offset, PUSH.size))[3]
+            size = receiver.push[0].size
             if len(pending) < size + DIGEST.size:
                 break
             content = bytes(pending[:size])

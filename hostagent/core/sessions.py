@@ -546,8 +546,6 @@ class Session:
         known = [parent for parent in parents if parent]
         derived = iter(self._core.pool_keys(request.namespace, known))
         extents = []
-        # Homes are not told by the courier which prefix a block is of.
-        alone = count == 1 and not request.parents
         self._look()
         for key, size_bytes, parent, depth in zip(
             request.keys, request.sizes, parents, depths, strict=True
@@ -555,7 +553,7 @@ class Session:
             above = next(derived) if parent else b""
             extents.append(
                 self._alloc_one(
-                    BlockId(request.namespace, key), size_bytes, above, depth, alone=alone
+                    BlockId(request.namespace, key), size_bytes, above, depth, alone=count == 1
                 )
             )
         self._reply(local.Allocated(request.request, extents))

@@ -61,8 +61,8 @@ def push_of(pair: Pair, number: int, *, spoil: bool = False, **other: int) -> by
     content = content_of(number)
     said = {"number": 7, "meaning": pair.meaning, "size": len(content), "padding": 0} | other
     header = PUSH.pack(
-        *(said["number"], key_of(number), said["meaning"], said["size"]),
-        *(NAMESPACE, said["padding"]),
+        *(said["number"], key_of(number), said["meaning"], bytes(16), said["size"], 0),
+        *(NAMESPACE, said["padding"], 0),
     )
     digest = digest_of(content) ^ spoil
     return header + content[: said["size"]] + digest.to_bytes(8, "little")
@@ -124,6 +124,24 @@ def test_the_room_for_the_next_put_comes_with_the_answer(pair: Pair) -> None:
             side.store.drop(block_of(2))
     assert pair.home_took == 6
     assert pair.putter.core.ahead_bytes > 0
+    pair.end()
+
+
+def test_a_home_hears_which_block_is_before_another(pair: Pair) -> None:
+    for number, parent, depth in ((1, b"", 0), (2, key_of(1), 1)):
+        size_bytes = len(content_of(number))
+        alloc = local.Alloc(80, NAMESPACE, [key_of(number)], [size_bytes], [parent], [depth])
+        allocated = pair.handle(0, alloc)
+        assert isinstance(allocated, local.Allocated)
+        (extent,) = allocated.extents
+        pair.guests[0].rooms[extent.ticket] = extent.offset, size_bytes, number
+        pair.write(0, extent.ticket, number)
+        pair.put(0, extent.ticket, number)
+        pair.move()
+        for side in pair.sides:
+            copy = side.store.peek(block_of(number))
+            assert copy is not None
+            assert (copy.parent, copy.depth) == (parent, depth)
     pair.end()
 
 
