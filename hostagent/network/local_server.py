@@ -98,6 +98,8 @@ class LocalServer:
         self._accepting: asyncio.Task[None] | None = None
         self._handshakes: set[asyncio.Task[None]] = set()
         self._clients: set[_Client] = set()
+        self._on_courier: dict[Holder, _Client] = {}
+        """By session, those with a courier: they may speak there before their handshake is over."""
         self._complaints = 0
         self.cut_off_holders = False
         """Whether clients held something when `close` cut them off."""
@@ -329,9 +331,9 @@ class LocalServer:
             socket.send_fds(connection, [codec.encode(welcome)], fds)
 
     def _offended(self, holder: Holder) -> None:
-        for client in list(self._clients):
-            if client.session is holder:
-                client.offends("what it says on its courier is no question")
+        client = self._on_courier.get(holder)
+        if client is not None:
+            client.offends("what it says on its courier is no question")
 
     async def _reject(
         self,
@@ -361,6 +363,14 @@ class LocalServer:
     def joined(self, client: _Client) -> None:
         """A client has finished its handshake."""
         self._clients.add(client)
+
+    def on_courier(self, client: _Client) -> None:
+        """A client is about to have a courier,"""
+        self._on_courier[client.session] = client
+
+    def off_courier(self, client: _Client) -> None:
+        """and has none any more. Harmless when repeated."""
+        self._on_courier.pop(client.session, None)
 
     def left(self, client: _Client) -> None:
         """A client's connection has ended."""
@@ -457,10 +467,14 @@ class _Client(asyncio.Protocol):
         """The client's end of its courier's socket, to be sent and closed, if it can have one. What
         it holds by it would be news to an agent that comes after."""
         courier = self._server.courier
-        return None if courier is None or self._server.keeps else courier.add(self.session)
+        if courier is None or self._server.keeps:
+            return None
+        self._server.on_courier(self)
+        return courier.add(self.session)
 
     def end_session(self) -> bool:
         """Let go of what the client held; whether that was anything."""
+        self._server.off_courier(self)
         if self._server.courier is not None:
             self._server.courier.remove(self.session)
         held = self.session.close()

@@ -200,8 +200,9 @@ class BulkCaller:
             most = self.options.connections_per_peer
             count = len(peer.busy) + len(peer.idle)
             assert count <= most + self.options.assured_per_peer, f"{count} connections"
-            assert not peer.queue or len(peer.busy) >= most
-            assert not peer.queue or self._next_flow(peer) is None
+            if not any(connection.put_back for connection in peer.busy):
+                assert not peer.queue or len(peer.busy) >= most
+                assert not peer.queue or self._next_flow(peer) is None
             assert len(peer.queue) <= self.options.queue_per_peer
             for connection in peer.idle:
                 assert connection.is_connected
@@ -321,6 +322,8 @@ class BulkConnection(LinkStream[CalleeMessage]):
         self.calls: deque[BulkCall] = deque()
         """Those that have not ended, in order."""
         self.is_connected = False
+        self.put_back = False
+        """Some of the calls come with the next answer: they wait until this is free."""
         self._last_moment = 0.0
         """When the first of the calls must have ended."""
         self._link = link
@@ -345,6 +348,7 @@ class BulkConnection(LinkStream[CalleeMessage]):
         self._last_moment = min(call.deadline for call in calls)
         self._reused = self.is_connected
         self._answered = False
+        self.put_back = False
         self._gone = False
         self._unasked = False
         if self.is_connected:
@@ -492,6 +496,7 @@ class BulkConnection(LinkStream[CalleeMessage]):
                 skipped_bytes += header.size_bytes - call.start_bytes
                 self._skip_block(header.size_bytes - call.start_bytes)
         self._link.again(self.peer, later)
+        self.put_back = bool(later)
         if skipped_bytes > MAX_SKIPPED_BYTES:
             self.end(now)
         elif self.calls:

@@ -790,6 +790,25 @@ def test_an_answer_that_lies_about_blocks_ends_the_connection_and_the_gets(answe
     assert caller.metrics.bulk_protocol_errors_total == 1
 
 
+def test_what_is_for_later_is_asked_for_when_the_present_answer_is_there() -> None:
+    caller = Caller()
+    caller.ask(0.0, caller.get_any("1", 1), caller.get_any("2", 2))
+    connection = caller.connected()
+    connection.bytes_to_send(0.0, 1 << 20)
+    connection.received(
+        0.0, said(BulkBlocks([BlockHeader(bulk.DONE, 4096, 1), BlockHeader(bulk.LATER)]))
+    )
+    caller.act()
+    assert len(connection.calls) == 1
+    connection.received(0.0, bytes(4096))
+    caller.act()
+    assert [name for name, _ in caller.outcomes] == ["1"]
+    (call,) = connection.calls
+    assert isinstance(call, GetCall)
+    assert call.block.key == key(2)
+    assert not caller.wanted
+
+
 def test_wrong_bytes_among_right_ones_are_told_apart() -> None:
     caller, service = Caller(), Service(blocks_of([1, 2, 3]))
     service.held[key(2)].data[0] ^= 1
