@@ -3,6 +3,9 @@
     make setup-engines
     python -m kvcast.bench.route_engines --trace requests.jsonl --json FILE
 
+It takes six minutes or so on two processors that do nothing else: a minute for each policy, and
+longer where they do.
+
 Owns: the requests, when each is sent and by whose choice, the report. Must not know: how an engine
 is run (`engines/server.py`). `kvcast.bench.route` asks the same of simulated engines, many more.
 
@@ -18,7 +21,8 @@ round, so that it finds nothing of another's, and all have the pool.
 
 `simulated_p99_s`: the same requests before simulated engines of the same costs
 (`route_simulation`), where chance and crowded processors have no part. How far apart policies are
-there is what a run here can show at best.
+there is what a run here can show at best. That takes requests that wait for each other, and enough
+of them that the slowest hundredth is more than one or two.
 
 Rates are shares of prompts' tokens that were not computed. `wrong_outputs`: at the end the first
 prompts are asked again of every engine and of the router, and what is answered otherwise than by
@@ -51,7 +55,7 @@ from kvcast.bench.route import Kvcast, PrefixHash, RoundRobin, figures, of_trace
 from kvcast.bench.route_simulation import EngineModel, SimulatedRequest, Simulation
 from kvcast.routing.core.costs import CostModel
 from kvcast.routing.core.router import RouterOptions
-from kvcast.service import provenance
+from kvcast.service import provenance, reports
 from kvcast.service.commands import CommandError, run_command
 from kvcast.service.options import HelpFormatter
 from kvcast.service.reports import say
@@ -298,6 +302,8 @@ async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str
                 for name in names:
                     await bench.play(name, policies.get(name), timed, f"{name} {round_number}")
                     so_far |= report_of(bench.played)
+                    if arguments.json and arguments.json != "-":
+                        reports.write_json(arguments.json, so_far | {"incomplete": "under way"})
                 wrong += await bench.wrong_outputs(timed, f"kvcast {round_number}")
             finally:
                 await router.stop()
@@ -378,9 +384,9 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
     )
     parser.add_argument("--trace", required=True, metavar="FILE", help="in Mooncake's form")
-    parser.add_argument("--requests", type=int, default=120, help="of the trace, from its start")
+    parser.add_argument("--requests", type=int, default=240, help="of the trace, from its start")
     parser.add_argument("--engines", type=int, default=3)
-    parser.add_argument("--load", type=float, default=0.5)
+    parser.add_argument("--load", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--block-tokens", type=int, default=32, help="of a block of the trace")
     parser.add_argument("--most-tokens", type=int, default=2048, help="of a prompt")
