@@ -196,11 +196,18 @@ class Link(AgentLink):
     # --- lookups --------------------------------------------------------------------------------
 
     def look_up(
-        self, lookup: Lookup, groups: int, probe: int, answered: Callable[[int | None], None]
+        self,
+        lookup: Lookup,
+        groups: int,
+        probe: int,
+        answered: Callable[[int | None], None],
+        *,
+        by_layers: bool = False,
     ) -> None:
         """Find out how many blocks of a chain the pool holds, and have the agent fetch what the
-        engine lacks. `probe`: the part whose presence stands for a block's. `answered` is called
-        in the thread, with None where nobody said."""
+        engine lacks, the first layers of all blocks first if it will load `by_layers`. `probe`: the
+        part whose presence stands for a block's. `answered` is called in the thread, with None
+        where nobody said."""
 
         async def ask() -> None:
             held: int | None = None
@@ -217,7 +224,9 @@ class Link(AgentLink):
             if held is not None and self._prefetches:
                 until = held if lookup.prefetch_until is None else lookup.prefetch_until
                 hashes = lookup.hashes[lookup.prefetch_from : min(held, until)]
-                keys = [key for one in hashes for key in keys_of(one, groups)]
+                blocks = [keys_of(one, groups) for one in hashes]
+                rows = zip(*blocks, strict=True) if by_layers else blocks
+                keys = [key for row in rows for key in row]
                 with contextlib.suppress(KvcastError, UnreachableError):
                     if lookup.awaited:
                         keys += await self._parts_of(lookup.hashes[held:], groups, probe)

@@ -731,7 +731,8 @@ class _SchedulerHalf:
                 self._answers.append((name, number, held))
                 self._news.set()
 
-            self.link.look_up(lookup, self._parts, self._probe, answered)
+            alone = self._by_layers and self._requests.keys() == {lookup.request}
+            self.link.look_up(lookup, self._parts, self._probe, answered, by_layers=alone)
 
     def _hear_answers(self) -> None:
         now = time.monotonic()

@@ -286,6 +286,35 @@ async def test_a_load_by_layers_brings_the_first_layers_first_and_waits_no_longe
         await asyncio.to_thread(play)
 
 
+@pytest.mark.parametrize("by_layers", [False, True])
+async def test_what_is_fetched_ahead_comes_in_the_order_in_which_it_is_loaded(
+    tmp_path: Path,
+    nodes: Callable[..., Node],
+    monkeypatch: pytest.MonkeyPatch,
+    by_layers: bool,
+) -> None:
+    async with running_pool(tmp_path, 1) as (pool, _):
+        node = nodes(pool.sockets["node-1"])
+        chain = hashes("a", 4)
+        await asyncio.to_thread(node.save, chain, Memory(1), IDS)
+        node.link.use(NAME, prefetch=True)
+        fetched: list[bytes] = []
+        told = threading.Event()
+
+        async def prefetch(keys: Any, readers: Any) -> None:
+            fetched.extend(keys)
+            told.set()
+
+        monkeypatch.setattr(node.link, "_prefetch", prefetch)
+        lookup = Lookup("r", 1, chain, 1, 10.0, prefetch_until=3)
+        node.link.look_up(lookup, len(PARTS), PROBE, lambda _: None, by_layers=by_layers)
+        assert await asyncio.to_thread(told.wait, 20)
+        blocks = [keys_of(one, len(PARTS)) for one in chain[1:3]]
+        by_block = [key for keys in blocks for key in keys]
+        by_layer = [keys[part] for part in range(len(PARTS)) for keys in blocks]
+        assert fetched == (by_layer if by_layers else by_block)
+
+
 async def test_a_prefix_comes_up_to_its_first_gap(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:
