@@ -21,7 +21,12 @@ from kvcast.hostagent.client import Client
 from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.link import Link, LinkOptions, Turns
 from kvcast.hostagent.connectors.loads import Ended, LoadTable
-from kvcast.hostagent.connectors.naming import NamespaceName, hashing_facts, keys_of
+from kvcast.hostagent.connectors.naming import (
+    HASHING_KEY,
+    NamespaceName,
+    hashing_facts,
+    keys_of,
+)
 from kvcast.hostagent.connectors.planner import Load, Lookup, Save
 from pool_harness import running_pool
 
@@ -485,9 +490,13 @@ async def test_engines_that_hash_otherwise_are_told(
         def play() -> list[bytes]:
             told: list[bytes] = []
             mine = hashing_facts("sha256", "1")
-            nodes(pool.sockets["node-1"]).link.agree(mine, told.append)
-            other = nodes(pool.sockets["node-2"])
-            end = time.monotonic() + 20
+            first, other = nodes(pool.sockets["node-1"]), nodes(pool.sockets["node-2"])
+            end = time.monotonic() + 60
+            with Client(str(pool.sockets["node-2"])) as client:
+                number = client.namespace(NAME.tenant, NAME.model, NAME.version, NAME.layout)
+                while not client.exists(number, [HASHING_KEY]) and time.monotonic() < end:
+                    first.link.agree(mine, told.append)  # both leave a word where there is none
+                    time.sleep(0.3)
             while not told and time.monotonic() < end:
                 other.link.agree(mine, told.append)
                 other.link.agree(hashing_facts("sha256", "2"), told.append)
