@@ -19,6 +19,8 @@ from collections.abc import Callable
 from typing import Final
 
 from kvcast.hostagent.core.store import Copy
+from kvcast.hostagent.tiers.arena import Allocator
+from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.hostagent.tiers.ssd.layout import (
     ENTRY_BYTES,
     PAGE_BYTES,
@@ -27,6 +29,7 @@ from kvcast.hostagent.tiers.ssd.layout import (
     open_formatted,
     pack_entry,
 )
+from kvcast.protocol.messages.shared import index_bytes
 from kvcast.protocol.messages.wire import BlockId, digest_of
 from kvcast.simulation.agent import SimAgent
 from kvcast.simulation.blast import blast
@@ -457,6 +460,33 @@ def _put_another_clusters(cluster: Cluster, fault: Fault) -> Callable[[], None] 
     return lambda: cluster.start_host(host.number)
 
 
+def _put_another_clusters_arena(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    """An agent dies, and the next finds an arena that an agent of another cluster has kept: whole,
+    with blocks of the same names and other bytes, in namespaces that mean something else."""
+    process = _process_of(cluster, fault)
+    if process is None or process.core.pool is None:
+        return None
+    host, pool = process.host, process.core.pool
+    rng = cluster.world.stream(f"fault/{fault.number}")
+    cluster.crash_host(host.number, machine=False)
+    host.lose_memory(rng)
+    arena_bytes = host.options.arena_bytes
+    host.index = memoryview(bytearray(index_bytes(buckets_for(arena_bytes))))
+    index = Index(host.index, arena_bytes, rng.getrandbits(32) | 1)
+    allocator = Allocator(arena_bytes, host.options.slab_bytes)
+    for namespace in pool.namespaces:
+        meaning = pool.meaning_of(namespace) or 0
+        index.state_namespace(namespace, meaning ^ 1, readable=True)
+    for block in cluster.plan.blocks:
+        offset = allocator.allocate(block.size)
+        if offset is not None:
+            data = rng.randbytes(block.size)
+            host.memory[offset : offset + block.size] = data
+            taken = allocator.extent_bytes(block.size)
+            index.publish(BlockId(*block.name), offset, block.size, taken, digest_of(data))
+    return lambda: cluster.start_host(host.number)
+
+
 def _set_clock(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
     """Somebody sets a machine's wall clock, back or forth; in half of the cases its agent starts
     anew then."""
@@ -573,6 +603,7 @@ FAULTS: Final[dict[str, FaultKind]] = {
     "disk_old": FaultKind(_one_host(0.5, 2.0), _restore_disk),
     "disk_shrunk": FaultKind(_one_host(0.0, 0.1), _shrink_disk),
     "disk_of_another_cluster": FaultKind(_one_host(0.0, 2.0), _put_another_clusters),
+    "arena_of_another_cluster": FaultKind(_one_host(0.0, 2.0), _put_another_clusters_arena),
     "clock_set": FaultKind(_one_host(0.0, 2.0), _set_clock),
     "tenants_blast": FaultKind(_blast_plan, _blast),
     "switch_cut": FaultKind(_nobody(0.1, 3.0), _cut_switch),

@@ -97,6 +97,8 @@ _COLD: Final = frozenset({"cold_errors", "cold_lies", "cold_lost", "cold_slow"})
 """Faults of the object store."""
 _MORE_DISK: Final = frozenset({"disk_gone", "disk_of_another_cluster", "disk_old", "disk_shrunk"})
 """More faults of disks."""
+_KEPT: Final = frozenset({"arena_of_another_cluster"})
+"""Faults of what outlives an agent in memory."""
 _CLOCK: Final = frozenset({"clock_set"})
 """The wall clock of a machine is set."""
 _SHARED_WRITES: Final = frozenset(
@@ -115,7 +117,7 @@ _SCALE: Final = frozenset({"node_drained"})
 _WEIGHTS: Final = frozenset({"tenants_blast"})
 """Tenants that take all they can get."""
 _APART: Final = (
-    _BULK | _RDMA | _SHARED_WRITES | _SCALE | _DISK | _MORE_DISK | _COLD | _CLOCK | _WEIGHTS
+    _BULK | _RDMA | _SHARED_WRITES | _SCALE | _DISK | _MORE_DISK | _COLD | _KEPT | _CLOCK | _WEIGHTS
 )
 """Drawn apart, each where it can show; so plans in which it cannot stay as they are."""
 MILD: Final = frozenset({"loss", "duplication", "reordering", "corruption", *_SCALE})
@@ -327,6 +329,12 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
         faults += _drawn_apart(
             *(seed, "more disk faults", planned, fault_kinds, _MORE_DISK, len(faults)),
             counts=(1, 2),
+            times=(1, 2),
+        )
+    if seed % 9 == 5 or everything:
+        faults += _drawn_apart(
+            *(seed, "kept arenas", planned, fault_kinds, _KEPT, len(faults)),
+            counts=(1,),
             times=(1, 2),
         )
     if (disks and seed % 7 == 0) or everything:

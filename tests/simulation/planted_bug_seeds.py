@@ -81,6 +81,7 @@ SEEDS: dict[str, Known] = {
     "a block is as old as the wall clock says, be it stored tomorrow": Known(14, 1, 14),
     "a namespace may exceed its quota by the block that comes": Known(12, 3, 12),
     "what is assured to a namespace is everybody's": Known(94, 5, 94),
+    "an arena of another cluster is believed": Known(5, 1, 5),
     "a prefix stays when its beginning goes": Known(29, 6, 29),
     "weights of namespaces count for nothing between nodes": Known(26, 3, 26),
     "a controller that knows nothing begins with the generations of the one before": Known(

@@ -27,6 +27,7 @@ from kvcast.hostagent.core import cold as cold_module
 from kvcast.hostagent.core import ssd as ssd_module
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.handover import Handover
+from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.reads import GetBatch, Reads
 from kvcast.hostagent.core.recovery import Recovery
 from kvcast.hostagent.core.serving import Serving
@@ -827,6 +828,17 @@ def _owner_ignored() -> Any:
         return original(path, head, cut if said is None else replace(cut, owner=said[0].owner))
 
     return mock.patch.object(layout, "_identity_of", identity_of)
+
+
+@bug("an arena of another cluster is believed", 1, faults=["arena_of_another_cluster"])
+def _meanings_ignored() -> Any:
+    original = Recovery.begin
+
+    def begin(self: Recovery, pool: Pool) -> None:
+        original(self, pool)
+        self._meant = {n: pool.meaning_of(n) or 0 for n in pool.namespaces}
+
+    return mock.patch.object(Recovery, "begin", begin)
 
 
 @bug("a block is as old as the wall clock says, be it stored tomorrow", 0, only=_ages_on_disk)
