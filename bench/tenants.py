@@ -33,12 +33,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 from kvcast.bench.incast import home_keys
 from kvcast.hostagent.client import AsyncClient, KvcastError
 from kvcast.service.commands import CommandError
 from kvcast.service.provenance import provenance
 from kvcast.service.reports import report_to, say, write_json
+from kvcast.service.statistics import percentile
 from kvcast.topologies.namespaces import why_not
 from kvcast.topologies.pool import DATA_FRAME_BYTES, Pool, PoolOptions
 from kvcast.topologies.star import Star
@@ -254,12 +254,13 @@ async def _end(tasks: list[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _p99(times_s: list[float]) -> float:
-    return float(np.percentile(times_s, 99)) if times_s else float("nan")
+def _at(share: float, times_s: list[float]) -> float:
+    """The percentile; nan of nothing."""
+    found = percentile(times_s, share)
+    return float("nan") if found is None else found
 
 
-def _p50(times_s: list[float]) -> float:
-    return float(np.percentile(times_s, 50)) if times_s else float("nan")
+_p50, _p99 = partial(_at, 0.50), partial(_at, 0.99)
 
 
 def main() -> int:
