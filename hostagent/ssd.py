@@ -65,7 +65,6 @@ class SsdOfAgent:
         self._owner = owner
         self._pump = pump
         self._loop = asyncio.get_running_loop()
-        self._files: list[SsdFile] = []
         self._levels: list[_Level] = []
         self._ended: deque[tuple[Order, str, int]] = deque()
         self._told = False
@@ -136,7 +135,6 @@ class SsdOfAgent:
             tier.advance(now)
             threads = options.threads if kind == SSD else _ARENA_THREADS
             self._levels.append(_Level(tier, each, Disk(each, self._order_ended, threads)))
-            self._files += each
             if kind == ARENA:
                 cut = formatted[0].cut
                 store = tier.shelf
@@ -250,8 +248,9 @@ class SsdOfAgent:
             if not await asyncio.to_thread(level.disk.close, _PATIENCE_S):
                 log.warning("%s: its disk does not answer, and is left as it is", level.tier.name)
                 return
-        for file in self._files:
-            file.close()
+        for level in self._levels:
+            for file in level.files:
+                file.close()
 
 
 def _new_identity() -> int:

@@ -9,33 +9,28 @@ from __future__ import annotations
 import random
 
 import pytest
+from dram import SIZE, Dram, block
 from kvcast.hostagent.core.lower_tiers import put_below
 from kvcast.hostagent.core.ssd import DAMAGED, HEAT_S, SsdRules, SsdTier
-from kvcast.hostagent.core.store import EVICTED_BELOW, Copy, NoRoomError, Store, StoreRules
+from kvcast.hostagent.core.store import EVICTED_BELOW, Copy, NoRoomError, StoreRules
 from kvcast.hostagent.flags import options_of, parse
-from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.hostagent.tiers.ssd.layout import cut_of, open_formatted, scan
 from kvcast.hostagent.tiers.ssd.orders import Kind, Order
-from kvcast.protocol.messages.wire import BlockId, digest_of
 from kvcast.simulation.disk import SimDisk
 
 UNIT, SLAB = 4096, 32 * 4096
-SIZE = 4096
-ARENA = 16 * SIZE
 RULES = SsdRules(0.75, 0.5)
 NEAR, FAR = cut_of("node", 2 * SLAB, UNIT, SLAB), cut_of("node", 9 * SLAB, UNIT, SLAB)
 
 
-class Bench:
+class Bench(Dram):
     """DRAM of 16 blocks, a further arena of 32, and a disk of 256."""
 
     def __init__(self, disks: list[SimDisk] | None = None) -> None:
+        super().__init__()
         self.disks = disks or [SimDisk(random.Random(n)) for n in (1, 2)]
-        memory = memoryview(bytearray(ARENA))
-        self.memory = memory
-        self.store = Store(Allocator(ARENA, 8192))
         self.tiers: list[SsdTier] = []
-        store = self.store
+        store, memory = self.store, self.memory
         for number, (disk, cut) in enumerate(zip(self.disks, (NEAR, FAR), strict=True)):
             formatted = open_formatted(disk, cut, 7 + number)
             tier = SsdTier(RULES, store, memory, [formatted], 1e9, "arena", f"arena{number + 1}")
@@ -50,17 +45,6 @@ class Bench:
         self.below = put_below(self.store, self.tiers)
         self.now = 0.0
         self.fails: set[int] = set()
-
-    def put(self, number: int, data: bytes = b"", namespace: int = 1) -> Copy:
-        data = data or bytes([number]) * SIZE
-        copy = self.store.reserve(block(number, namespace), len(data))
-        self.memory[copy.offset : copy.offset + len(data)] = data
-        return self.store.commit(copy, digest_of(data), home=True)
-
-    def fill(self, numbers: range, namespace: int = 1) -> None:
-        for number in numbers:
-            self.put(number, namespace=namespace)
-            self.work()
 
     def work(self) -> None:
         waiting: list[tuple[int, Order]] = []
@@ -112,10 +96,6 @@ class Bench:
         assert tier.read(name, begin, ended)
         self.work()
         return errors[0]
-
-
-def block(number: int, namespace: int = 1) -> BlockId:
-    return BlockId(namespace, number.to_bytes(16, "big"))
 
 
 def test_blocks_go_down_a_tier_at_a_time_and_each_comes_back_whole() -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import random
 
 import pytest
+from dram import ARENA, SIZE, Dram, block
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.hostagent.core.ssd import HEAT_S, MAX_ERRORS, RETRY_S, SsdRules, SsdTier
-from kvcast.hostagent.core.store import Copy, NoRoomError, Store, StoreRules
-from kvcast.hostagent.tiers.arena import Allocator
+from kvcast.hostagent.core.store import Copy, NoRoomError, StoreRules
 from kvcast.hostagent.tiers.ssd.layout import (
     MAX_ORDER,
     Cut,
@@ -24,17 +24,15 @@ from kvcast.hostagent.tiers.ssd.layout import (
     scan,
 )
 from kvcast.hostagent.tiers.ssd.orders import Kind, Order
-from kvcast.protocol.messages.wire import BlockId, digest_of
+from kvcast.protocol.messages.wire import digest_of
 from kvcast.simulation.disk import SimDisk
 
 UNIT, SLAB = 4096, 32 * 4096
-SIZE = 4096
-ARENA = 16 * SIZE
 CUT = cut_of("node", 5 * SLAB, UNIT, SLAB)
 RULES = SsdRules(0.75, 0.5, max_reads=2, max_reads_waiting=3)
 
 
-class Bench:
+class Bench(Dram):
     """A store of sixteen blocks, and a tier over one disk, or several."""
 
     def __init__(
@@ -45,10 +43,9 @@ class Bench:
         now: float = 0.0,
         epoch_s: float = 1e9,
     ) -> None:
+        super().__init__()
         self.disks = disks or [SimDisk(random.Random(1))]
         self.cut = cut
-        self.memory = memoryview(bytearray(ARENA))
-        self.store = Store(Allocator(ARENA, 8192))
         formatted = [open_formatted(d, cut, 7 + n) for n, d in enumerate(self.disks)]
         self.tier = SsdTier(rules, self.store, self.memory, formatted, epoch_s)
         self.tier.meaning_of = lambda namespace: 70 + namespace
@@ -63,17 +60,6 @@ class Bench:
         self.tier.begin()
         self.waiting: list[Order] = []
         self.got: list[tuple[int, str, float]] = []
-
-    def put(self, number: int, data: bytes = b"", namespace: int = 1) -> Copy:
-        data = data or bytes([number]) * SIZE
-        copy = self.store.reserve(block(number, namespace), len(data))
-        self.memory[copy.offset : copy.offset + len(data)] = data
-        return self.store.commit(copy, digest_of(data), home=True)
-
-    def fill(self, numbers: range, namespace: int = 1) -> None:
-        for number in numbers:
-            self.put(number, namespace=namespace)
-            self.work()
 
     def take(self) -> None:
         self.waiting += self.tier.take_orders(self.now)
@@ -135,10 +121,6 @@ class Bench:
 
     def on_disk(self, number: int, namespace: int = 1) -> bool:
         return self.tier.holds(block(number, namespace))
-
-
-def block(number: int, namespace: int = 1) -> BlockId:
-    return BlockId(namespace, number.to_bytes(16, "big"))
 
 
 def test_nothing_goes_down_below_the_high_mark_and_what_goes_then_is_what_was_not_used() -> None:
