@@ -16,7 +16,7 @@ from kvcast.controller.core.adaptive import AdaptiveOptions
 from kvcast.controller.core.admission import ValueOptions
 from kvcast.controller.core.namespaces import SecretMode, TenantRules
 from kvcast.controller.core.pool import PoolOptions
-from kvcast.controller.core.program import Settings
+from kvcast.controller.core.program import COALESCE_LEASE_S, Settings
 from kvcast.controller.core.replicas import ReplicaOptions
 from kvcast.controller.core.tiers import AdmitMode
 from kvcast.controller.http.tokens import TokensError, TokensFile
@@ -123,7 +123,7 @@ class SwitchFlags:
     coalesce_lease_s: float = seconds(
         "how long a READ waits in the switch for its DATA before it may be taken over; two to "
         "three times the round trip's 99th percentile",
-        default=4.0,
+        default=COALESCE_LEASE_S,
         low=0.001,
         high=3600,
     )

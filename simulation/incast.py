@@ -26,10 +26,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvcast.controller.core.membership import Address
+from kvcast.controller.core.program import COALESCE_LEASE_S, Settings, desired_state
 from kvcast.controller.core.program import Host as SwitchHost
-from kvcast.controller.core.program import Settings, desired_state
 from kvcast.controller.core.reconcile import SwitchState, diff
-from kvcast.controller.flags import SwitchFlags
 from kvcast.p4 import profiles
 from kvcast.protocol.messages import ethernet
 from kvcast.protocol.messages.control import NamespaceInfo
@@ -57,7 +56,7 @@ CARD_DELAY_NS: Final = 250
 of the same block come out a little further apart."""
 QUEUE_FRAMES: Final = 4096
 """Depth of each port's queue: some 4.5 MB."""
-LEASE_S: Final = SwitchFlags.coalesce_lease_s
+LEASE_S: Final = COALESCE_LEASE_S
 """Of what waits in the switch: where links are slow, answers take longer than milliseconds."""
 NAMESPACE: Final = 1
 DEADLINE_S: Final = 60.0

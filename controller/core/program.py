@@ -81,6 +81,8 @@ SERVE_GROUP_BASE = 256
 READER_GROUP_BASE = 1024
 PORT_SET_BASE = 2048
 BROADCAST_MAC = 0xFFFFFFFFFFFF
+COALESCE_LEASE_S = 4.0
+"""How long a READ waits in the switch, unless an operator says otherwise."""
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,10 @@ class Client:
         """The size of the agent's arena."""
         return self._conversation.arena_bytes
 
+    def near(self, namespace: int, keys: Sequence[bytes]) -> int:
+        """As `AsyncClient.near`."""
+        return self._conversation.near(namespace, keys)
+
     def _shake_hands(self, sock: socket.socket, hello: bytes, timeout_s: float) -> None:
         sock.settimeout(timeout_s)
         sock.connect(self._path)

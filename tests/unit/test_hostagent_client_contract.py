@@ -246,6 +246,7 @@ def test_both_clients_offer_the_same() -> None:
             "connect",
             "connected",
             "get_each",
+            "near",
             "node_id",
         }
     for name in CALLS:

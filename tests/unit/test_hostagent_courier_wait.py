@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 from kvcast.bench.fuzz.courier import Stand
 from kvcast.hostagent import membarrier
+from kvcast.hostagent.core.pushing import Pushes
 from kvcast.hostagent.network.courier import CourierDriver, CourierSelector
 from kvcast.hostagent.network.mover import Mover
 from kvcast.protocol.messages.roce import Place
 from kvcast.protocol.messages.shared import REGION_BYTES
-from kvcast.protocol.placement import Arrived
+from kvcast.protocol.placement import Arrived, address_of_buffer
 from landing_card import Card, Reader
 
 pytestmark = pytest.mark.skipif(
@@ -55,8 +56,14 @@ class Bed:
         def frame(_node: int, _data: bytes) -> None:
             self.frames += 1
 
+        core = self.stand.core
+        pushes = Pushes(
+            *(self.stand.courier, core.store, core.writes, core.serving, core.outbox, core.metrics),
+            arena_address=address_of_buffer(self.stand.memory),
+            lane=0,
+        )
         self.driver = CourierDriver(
-            *(self.stand.courier, self.selector, self.placement),
+            *(self.stand.courier, pushes, self.selector, self.placement),
             frames=mine,
             mover=mover,
             go_on=lambda why, pieces: self.placement.go_on(

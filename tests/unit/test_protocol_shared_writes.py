@@ -678,8 +678,10 @@ def test_a_card_that_has_lost_its_registration_costs_a_time_out_and_no_block() -
     deaf.deaf = False
     deaf.use_card()
     read(blocks[4:])
-    assert deaf.requester.counters.blocks_by_write == 4
-    assert other.requester.counters.blocks_by_write == 8
+    chunks = sum(-(-len(pool.blocks[block]) // CHUNK) for block in blocks[4:])
+    # All but what one of them has asked for a moment too late, and had repaired.
+    assert deaf.requester.counters.data_by_write > 0.9 * chunks
+    assert other.requester.counters.data_by_write > 0.9 * 2 * chunks
     assert (deaf.doubts, other.doubts) == (1, 0)
     for reader in pool.readers.values():
         for block, room in reader.fetched.items():
