@@ -10,9 +10,10 @@ with messages of a block's length, once with polling and once with events: the b
 `read_over_ib_read_bw` = bytes a second of blocks that are asked for and read, with all that the
 link does for them but one: digests are not made, as `ib_read_bw` makes none either.
 `checked_read_over_ib_read_bw` is the same with digests, as agents always have it. In an emulated
-machine the two are far apart, since there xxh3 makes some 75 MB/s, on real processors above 10 GB/s
-(`digest_bytes_per_s` is what this processor makes). Rounds alternate, and of each kind the fastest
-counts, since whatever else the machine does only makes one slower. In the emulated machine both
+machine the two are further apart, since there xxh3 makes 0.5 GB/s at best, on real processors above
+10 GB/s (`digest_bytes_per_s` is what this processor makes). Rounds alternate, and of each
+kind the fastest counts, since whatever else the machine does only makes one slower. In the emulated
+machine both
 sides share its two processors: the ratios say what the link costs beside the card's own work there,
 and no rate says anything of a real card. After each round the bytes of all blocks are compared one
 by one (`wrong_bytes`).
