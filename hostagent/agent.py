@@ -80,8 +80,6 @@ _NO_MAP_PAUSE_S: Final = 0.01
 """How often it is seen whether there is a map, without which nothing can be recovered."""
 _LANDINGS_SHARE: Final = 32
 """All landing places of the courier take this part of the arena at most."""
-_TELLS_A_QUIET: Final = 5
-"""How often in the time that a silence takes a segment that came by RDMA is told of at least."""
 _LOOK_AT_MEMORY_S: Final = 1.0
 _REST_S: Final = 2.0
 """How long an agent that gives way to another waits for what was begun."""
@@ -322,7 +320,6 @@ class Agent:
             given=core.conveyed,
             open_lane=transport.open_lane,
             close_lane=transport.close_lane,
-            tell_within_s=core.requester.config.quiet_s / _TELLS_A_QUIET,
         )
 
     def _use_conveyors(self, driver: CourierDriver) -> None:

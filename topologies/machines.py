@@ -463,7 +463,7 @@ class MachineNetwork(TunnelNetwork):
             # Emulated processors are some fifty times slower, so readers are further apart, and
             # silence is no loss for longer.
             *("--gather-max=200", f"--window-shared={WINDOW_SEGMENTS}"),
-            *("--rto-initial=10", "--rto-min=5", "--rto-max=10", "--quiet=1"),
+            *("--rto-initial=10", "--rto-min=5", "--rto-max=10", "--quiet=0.5"),
         ]
 
     def _set_address(self, address: str) -> None:

@@ -104,7 +104,6 @@ from kvcast.protocol.messages.shared import WORD_BYTES
 from kvcast.protocol.placement import (
     ALL_PLACED,
     FRAME_FOR_PYTHON,
-    GO_ON,
     Placement,
     address_of_buffer,
     place,
@@ -181,8 +180,6 @@ class Waiting(Struct):
     """Whether there are such."""
     attention: U64
     """Whether something is Python's: a client has hung up, or a READ waits for the socket."""
-    tell_within_ns: U64
-    """Python hears of arrivals after that, even if nothing hurries it."""
     vain: U64
     """So many more waits sleep at once, since to watch was in vain."""
     time: Annotated[Ptr[TimeSpec], Inline(1)]
@@ -320,8 +317,7 @@ def receive_frames(w: Waiting, now_ns: U64) -> None:
                     theirs = not answer(w.lane[0], t.frame, t.frame_source)
                 t.frame_taken = 0 if theirs else 1
             send_all(w)
-            told = t.arrival_count != 0 and (t.hurry != 0 or why == GO_ON)
-            if theirs or told:
+            if theirs or t.arrival_count != 0:
                 send_lane(w)
                 w.pieces = count
                 w.why = why
@@ -336,19 +332,7 @@ def receive_frames(w: Waiting, now_ns: U64) -> None:
 def wait(w: Waiting, timeout_ms: I64) -> U32:
     """Wait until something is Python's, or it is time (-1: never); how many of `events` are
     Python's."""
-    count = wait_for_more(w, timeout_ms)
-    if w.stopped == 0 and w.courier[0].table[0].arrival_count != 0:
-        # There was no hurry with them; but now that Python is awake, it hears of them first.
-        w.pieces = 0
-        w.why = ALL_PLACED
-        w.stopped = 1
-    return count
-
-
-@native
-def wait_for_more(w: Waiting, timeout_ms: I64) -> U32:
     courier = w.courier[0]
-    table = courier.table[0]
     lane = w.lane[0]
     conveyors = w.conveyors[0]
     giving = conveyors.giving[0]
@@ -357,21 +341,12 @@ def wait_for_more(w: Waiting, timeout_ms: I64) -> U32:
     now_ns = now_of(w)
     end_ns = now_ns + unsigned(timeout_ms) * _NS_A_MS
     watch_until_ns = now_ns + WATCH_NS
-    tell_by_ns = 0
     w.stopped = 0
     w.attention = 0
     while True:
         pause_ms = timeout_ms
         if timeout_ms > 0:
             pause_ms = signed((end_ns - now_ns + _NS_A_MS - 1) // _NS_A_MS)
-        if table.arrival_count != 0:
-            if tell_by_ns == 0:
-                tell_by_ns = now_ns + w.tell_within_ns
-            if now_ns >= tell_by_ns:
-                return 0
-            until_ms = signed((tell_by_ns - now_ns + _NS_A_MS - 1) // _NS_A_MS)
-            if pause_ms < 0 or until_ms < pause_ms:
-                pause_ms = until_ms
         next_ns = expire(courier, now_ns)
         send_answers(w)
         expire_pushes(pushing, now_ns)
@@ -511,7 +486,7 @@ class CourierDriver:
     """Runs a courier in the waits of a selector. `frames` is the socket for frames, and `mover` the
     one that moves them. `go_on` is told where Python is to go on with them (why, pieces), `pump`
     that some may wait for the socket, `count` that some were received; and `offended` of clients
-    that are to be cut off. What has come whole by RDMA it hears of within `tell_within_s`."""
+    that are to be cut off."""
 
     def __init__(
         self,
@@ -530,7 +505,6 @@ class CourierDriver:
         given: Callable[[list[Given], int], None],
         open_lane: Callable[[float], None],
         close_lane: Callable[[float], bool],
-        tell_within_s: float,
     ) -> None:
         self.courier = courier
         self.pushes = pushes
@@ -577,7 +551,6 @@ class CourierDriver:
         waiting.moves = mover.address
         waiting.lane = ctypes.addressof(self._no_lane) if lane is None else lane.address
         waiting.lane_frames = LANE_FRAMES
-        waiting.tell_within_ns = round(tell_within_s * _NS_A_S)
         waiting.events = ctypes.addressof(self._events)
         waiting.roles = ctypes.addressof(self._roles)
         waiting.descriptors = ctypes.addressof(self._descriptors)

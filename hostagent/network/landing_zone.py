@@ -267,15 +267,14 @@ def take(q: Queue) -> I64:
 
 
 @native
-def put_in_place(q: Queue, first: U64, tag: U64, missing: U64, to: U64, size: U64) -> U64:
+def put_in_place(q: Queue, first: U64, tag: U64, missing: U64, to: U64, size: U64) -> bool:
     """As `kvcast.protocol.placement.call_landing` says."""
     if take(q) < 0:
-        return 0
+        return False
     number = (tag >> SLOT_SHIFT) & (ZONE_SLOTS - 1)
-    zone = Zone.at(q.zone)
-    slot = zone.slots[number]
+    slot = Zone.at(q.zone).slots[number]
     if slot.claimed == 0 or slot.first != first or (missing & ~slot.untaken) != 0:
-        return 0
+        return False
     source = q.memory + number * SLOT_BYTES
     start = 0
     while missing != 0:
@@ -291,7 +290,7 @@ def put_in_place(q: Queue, first: U64, tag: U64, missing: U64, to: U64, size: U6
             length = size - start
         copy(to + start, source + start, length)
         start = end
-    return 0 + zone.claimed_count
+    return True
 
 
 @native
