@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kvcast.hostagent.core.limits import BURST_S, Limits, RateLimit
 from kvcast.protocol.fair_queue import MAX_FLOWS, MAX_IDLE_FLOWS, FairQueue, Shares
@@ -30,6 +30,7 @@ def make(weights: list[float]) -> FairQueue[Item]:
 
 
 @given(weights=WEIGHTS, steps=st.lists(STEP, max_size=150))
+@example(weights=[1.0] * FLOWS, steps=[*[(0, MOST_COST)] * 8, (1, 1), *[None] * 8])
 @settings(max_examples=300, deadline=None)
 def test_flows_that_wait_share_by_weight_and_each_in_its_order(
     weights: list[float], steps: list[tuple[int, int] | None]
