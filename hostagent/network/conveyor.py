@@ -18,20 +18,17 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, NamedTuple, Protocol
 
 from kvcast.hostagent.core.courier import Courier as CourierCore
-from kvcast.hostagent.network.lander import Hashing, Landing, Landings, land
+from kvcast.hostagent.network.lander import Hashing, Landing, Landings, land, wait_for_any
 from kvcast.native.linux import (
     EAGAIN,
     EINTR,
     MSG_DONTWAIT,
     MSG_NOSIGNAL,
-    SO_RCVLOWAT,
-    SOL_SOCKET,
     IoVec,
     MsgHdr,
     error_number,
     recv,
     sendmmsg,
-    setsockopt,
     write,
 )
 from kvcast.native.subset import (
@@ -159,8 +156,9 @@ def take_blocks(c: Conveyors, number: U64, now_ns: U64) -> None:
         # Whatever comes now was not asked for, or is the end.
         if recv(s.fd, s.sink, 1, MSG_DONTWAIT) >= 0 or error_number() != EAGAIN:
             cut_off(courier, t)
-        s.low_water = 1
-        setsockopt(s.fd, SOL_SOCKET, SO_RCVLOWAT, address_of(s) + 8, 4)
+        wait_for_any(s)
+    if left == 0:
+        wait_for_any(s)
 
 
 # --- giving -----------------------------------------------------------------------------------

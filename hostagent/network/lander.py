@@ -151,6 +151,15 @@ def wait_for_bytes(s: Landing, size: U64, until_ns: U64) -> bool:
 
 
 @native
+def wait_for_any(s: Landing) -> None:
+    """Have the socket say that it can be read when anything is there: what comes next may be less
+    than what was waited for last."""
+    if s.low_water != 1:
+        s.low_water = 1
+        setsockopt(s.fd, SOL_SOCKET, SO_RCVLOWAT, address_of(s) + 8, 4)
+
+
+@native
 def begin(s: Landing, room: NativeRoom) -> None:
     """Make the hash one of what has come of this room's bytes."""
     s.begun = 1

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Final, NamedTuple, Protocol
 
 from kvcast.hostagent.core.pushing import Pushes
-from kvcast.hostagent.network.lander import Hashing, Landing, Landings, land
+from kvcast.hostagent.network.lander import Hashing, Landing, Landings, land, wait_for_any
 from kvcast.native.linux import (
     EAGAIN,
     EINTR,
@@ -209,6 +209,8 @@ def take_pushes(c: PushEnds, number: U64, now_ns: U64) -> None:
             if write(s.fd, address_of(r.verdicts), size) != signed(size):
                 r.broken = 1
                 p.cut = 1
+    if left == 0:
+        wait_for_any(s)
 
 
 # --- Python's side ----------------------------------------------------------------------------
