@@ -36,7 +36,7 @@ KNOWN_GROUPS = ("tp-mla", "prefill-decode", "rollout")
 """Workloads whose readers are known beforehand."""
 MODEL_ERROR = 0.04
 """Of a simulated time, beside the packet-level pool in virtual time: the largest that the
-calibration in docs/evaluation.md shows (0.037), rounded up."""
+calibration in docs/evaluation.md shows (0.035), rounded up."""
 
 
 def worth_it(error: float = MODEL_ERROR) -> float:
