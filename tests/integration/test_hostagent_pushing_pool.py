@@ -152,7 +152,15 @@ async def test_a_home_that_dies_is_done_without_and_comes_back(
 
     def put_again() -> None:
         with contextlib.closing(Engines(pool)) as again:
-            for key in keys[10:30]:
+            deadline = time.monotonic() + PATIENCE_S
+            while True:  # both agents hear of the new map when they do
+                try:
+                    again.put(keys[10], size_bytes)
+                    break
+                except KvcastError:
+                    if time.monotonic() > deadline:
+                        raise
+            for key in keys[11:30]:
                 again.put(key, size_bytes)
                 again.look(key, size_bytes)
 
