@@ -422,7 +422,10 @@ def measure(agents: int, blocks: int, seconds: float, seed: int) -> dict[str, An
         assert rig.pool.tiers.residency.residents, "nothing was admitted"
         holds = rig.switch.mirror
         rig.close()
-        for remembered in (draws, program.ip_number, program.mac_number):
+        for remembered in (
+            *(draws, program.ip_number, program.mac_number),
+            *(program.homes_of_bucket, program.users_of, program.copies_to),
+        ):
             remembered.cache_clear()  # the heir is another process
         heir = Rig(agents, state, holds)
         heir.round()

@@ -12,15 +12,17 @@ what else would do (alternatives); where is the frontier; and what is it sensiti
 Fields: `calibration_error_max` (largest relative error of home egress or fetch time, over all
 workloads; `calibration_error_max_virtual` and `_pool` say it of either pool alone),
 `chat_p50_over_plain` and `chat_p99_over_plain`, and the same of each trace (what a get takes on
-real agents behind kvcast, as it adapts, over what it takes behind a plain switch),
+real agents behind kvcast, as it adapts, over what it takes behind a plain switch; `_low` and
+`_high`: within which that is, were other turns and gets drawn),
 `value_over_optimum_min` (bytes of hits over those of an optimum that knows the future),
 `best_online_over_optimum_min` (what the best policy that does not know it makes of that, ours and
 others, if it hears of each read and fills in no time), `value_over_best_online_min` (over those of
 the best such policy but ours), `value_over_optimum_after_fill_min` (over the optimum of the reads
 alone that a controller beside the switch can have answered),
-`value_over_best_as_a_switch_fills_min` (over the best of the others, if what they let in were
-filled by the next read, as in the switch; this and the other ratio to the others are null where
-the extra `policies` is not installed), `hosts_max`, `seconds_per_simulated_hour_10k`.
+`value_over_reachable_optimum_min` (the same, where such a controller hears of reads no sooner
+than in a pool), `value_over_best_as_a_switch_fills_min` (over the best of the others, if what they
+let in were filled by the next read, as in the switch; this and the other ratio to the others are
+null where the extra `policies` is not installed), `hosts_max`, `seconds_per_simulated_hour_10k`.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +70,11 @@ REAL = ("pool", "adaptive")
 _POOL_READS = 160
 _LONE_GETS = 5
 """Before and after each workload, since a machine that does other things is not always as slow."""
-_TURNS = (True, False, False, True, True, False, False, True)
+_TURNS = (True, False, False, True) * 3
 """Whether each turn of `beside_plain` is the plain switch's. Of a trace's gets some take ten times
 as long as others, and which do differs from turn to turn: so the more turns, the better."""
+_DRAWS = 400
+"""Of turns and gets, for the range that a ratio is in."""
 _ARENA_BYTES = 192 << 20
 
 
@@ -148,15 +152,12 @@ async def _play(
     name: str,
 ) -> _Played:
     size = questions.CALIBRATION_BLOCK_BYTES
-    if plain:
-        # Still gets that look for company: those go by the requester, of which the flows are a
-        # model. The courier hands over what is slower than 50 ms, and some of it is sent again.
-        requests = [replace(r, gather_ms=min(1, r.gather_ms)) for r in requests]
     played = ReplayOptions(
         block_bytes=size,
         in_flight=256,
         budget_s=60.0,
         reader_groups=False,
+        gather=not plain,
         namespace_tag=name,
     )
     tally = await Replay(requests, links, nodes, played).run()
@@ -181,8 +182,8 @@ async def beside_plain(traces: dict[str, list[TraceLine]]) -> list[Numbers]:
     that gets slower, or is busy with other things, harms both. Compared are gets that had something
     to fetch in both: which of two that want the same waits for it differs from turn to turn."""
     streams = questions.bystanders(traces)
-    waits: dict[tuple[str, bool], dict[tuple[int, int], list[float]]] = {}
-    medians: dict[tuple[str, bool], list[float]] = {}
+    waits: dict[tuple[str, bool], list[dict[tuple[int, int], float]]] = {}
+    """By stream and pool, of each turn what each get took, in milliseconds."""
     turned: Counter[str] = Counter()
     hits: dict[str, Counter[str]] = {}
     async with contextlib.AsyncExitStack() as stack:
@@ -211,32 +212,57 @@ async def beside_plain(traces: dict[str, list[TraceLine]]) -> list[Numbers]:
                 tally = await Replay(requests, links[plain], nodes, played).run()
                 if tally.misses or tally.wrong_bytes or tally.skipped_requests:
                     raise RuntimeError(f"{name}: misses, wrong bytes or skipped requests")
-                medians.setdefault((name, plain), []).append(float(np.median(tally.fetch_ms)))
-                took = waits.setdefault((name, plain), {})
-                for (number, node, _), ms in zip(tally.fetches, tally.fetch_ms, strict=True):
-                    took.setdefault((number, node), []).append(ms)
+                took = zip(tally.fetches, tally.fetch_ms, strict=True)
+                waits.setdefault((name, plain), []).append(
+                    {(number, node): ms for (number, node, _), ms in took}
+                )
                 if not plain:
                     hits.setdefault(name, Counter()).update(tally.hits)
         for said in (await pools[False].http("GET", "/v1/worth"))["adaptive"]:
             turned[f"{said['thing']} {'on' if said['on'] else 'off'}"] += 1
-    rows = []
-    for name in streams:
-        both = sorted(waits[name, False].keys() & waits[name, True].keys())
-        ours, theirs = (
-            [ms for get in both for ms in waits[name, plain][get]] for plain in (False, True)
+    return [
+        {"stream": name, **compared(waits[name, False], waits[name, True])}
+        | {"hits": dict(hits[name]), "namespaces": dict(turned)}
+        for name in streams
+    ]
+
+
+def compared(
+    ours: Sequence[Mapping[tuple[int, int], float]],
+    plain: Sequence[Mapping[tuple[int, int], float]],
+) -> Numbers:
+    """Two pools' gets, by turn, request and node in milliseconds: percentiles of those that both
+    had, their ratios, and within which a ratio is in 19 of 20 cases, were other turns and other
+    gets drawn from these."""
+    both = sorted(set[tuple[int, int]]().union(*ours) & set[tuple[int, int]]().union(*plain))
+    nan = float("nan")
+    mine, theirs = (
+        np.array([[turn.get(get, nan) for get in both] for turn in turns])
+        for turns in (ours, plain)
+    )
+    points = (50, 99)
+    row: Numbers = {"gets": int(np.isfinite(mine).sum())}
+    rng = np.random.default_rng(1)
+    drawn = []
+    for _ in range(_DRAWS):
+        gets = rng.integers(0, len(both), len(both))
+        each = (
+            np.nanpercentile(took[rng.integers(0, len(took), len(took))][:, gets], points)
+            for took in (mine, theirs)
         )
-        row: Numbers = {"stream": name, "gets": len(ours), "hits": dict(hits[name])}
-        for point in (50, 99):
-            mine, plain_ms = (float(np.percentile(each, point)) for each in (ours, theirs))
-            row |= {
-                f"p{point}_ms": round(mine, 3),
-                f"plain_p{point}_ms": round(plain_ms, 3),
-                f"p{point}_over_plain": round(mine / plain_ms, 4),
-            }
-        plains = medians[name, True]
-        row["plain_p50_between_turns"] = round(max(plains) / min(plains), 4)
-        rows.append(row | {"namespaces": dict(turned)})
-    return rows
+        drawn.append(np.divide(*each))
+    low, high = np.percentile(drawn, (2.5, 97.5), axis=0)
+    for place, point in enumerate(points):
+        took, plain_took = (float(np.nanpercentile(each, point)) for each in (mine, theirs))
+        row |= {
+            f"p{point}_ms": round(took, 3),
+            f"plain_p{point}_ms": round(plain_took, 3),
+            f"p{point}_over_plain": round(took / plain_took, 4),
+            f"p{point}_over_plain_low": round(float(low[place]), 4),
+            f"p{point}_over_plain_high": round(float(high[place]), 4),
+        }
+    medians = [float(np.median(list(turn.values()))) for turn in plain]
+    return row | {"plain_p50_between_turns": round(max(medians) / min(medians), 4)}
 
 
 def evaluate(
@@ -296,14 +322,14 @@ def headline(report: Numbers) -> Numbers:
         top["calibration_error_max_virtual"] = worst.get("calibration")
         top["calibration_error_max_pool"] = worst.get("pool")
     for row in report.get("adaptive") or ():
-        for point in ("p50_over_plain", "p99_over_plain"):
-            top[f"{row['stream']}_{point}"] = row[point]
+        top |= {f"{row['stream']}_{k}": v for k, v in row.items() if "_over_plain" in k}
     if memory := report.get("memory"):
         for ratio in (
             "value_over_optimum",
             "best_online_over_optimum",
             "value_over_best_online",
             "value_over_optimum_after_fill",
+            "value_over_reachable_optimum",
             "value_over_best_as_a_switch_fills",
         ):
             # None where the other policies are not installed.

@@ -28,7 +28,10 @@ agent over that by DATA, the least of some long rounds each. It is the agent's p
 calls included, without what it takes when nothing is asked of it: interrupts are kept off its
 processor, since what they cost is the card's work for RDMA, which Soft-RoCE does, and the kernel's
 own for UDP. The machine counts it, and counts as the agent's when its host ran something else; so
-other load makes it more. `reader_cpu_over_udp_with_idle` is the same with what an idle agent takes,
+other load makes it more. `reader_cpu_bare_counted_over_udp` is what a process takes that only
+counts the WRITEs that its card reports, of as many bytes, and `reader_cpu_bare_checked_over_udp`
+one that copies them and makes digests, too (`rdma_bare`): no reader comes below that on such a
+card. `reader_cpu_over_udp_with_idle` is the same with what an idle agent takes,
 `reader_machine_cpu_over_udp` of all that the machine does, and `reader_processor_over_udp` what its
 processor for the agent takes of the processors below the emulation, idle or not, however busy these
 are. `shared_rounds` has all of it, and rounds without shared answers beside them: by the agents'
@@ -55,6 +58,7 @@ from typing import Any, Final
 from unittest import mock
 
 from kvcast.bench import rdma_picture, rdma_shared
+from kvcast.bench.rdma_cards import card_of
 from kvcast.bench.sides import hear, running, tell
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.store import Store
@@ -110,7 +114,7 @@ async def _side(index: int, ips: Sequence[str]) -> None:
     lines = asyncio.Queue[str]()
     loop = asyncio.get_running_loop()
     loop.add_reader(sys.stdin, lambda: lines.put_nowait(sys.stdin.readline()))
-    calls = RdmaCalls(core, options, card, lambda: None)
+    calls = RdmaCalls(core, options, card.calling, lambda: None)
     server = RdmaServer(core, options, BulkOptions(), card)
     try:
         _say({"port": await server.start("127.0.0.1")})
@@ -272,7 +276,7 @@ def measure(
             tell(side, port)
         for side in (home, reader):
             assert hear(side)["ready"]
-        device, gid_index = _card_of(ips[HOME])
+        device, gid_index = card_of(ips[HOME])
         reads: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
         peers: dict[bool, list[float]] = {False: [], True: []}
         took_s = 0.0
@@ -321,19 +325,6 @@ def _digest_bytes_per_s() -> float:
     for _ in range(8):
         digest_of(data)
     return 8 * BLOCK_BYTES / (time.perf_counter() - start)
-
-
-def _card_of(ip: str) -> tuple[str, int]:
-    """The name of the card that has the address, and the place of its GID."""
-    wanted = "0000:0000:0000:0000:0000:ffff:" + "{:02x}{:02x}:{:02x}{:02x}".format(
-        *map(int, ip.split("."))
-    )
-    for entry in Path("/sys/class/infiniband").glob("*/ports/*/gids/*"):
-        with contextlib.suppress(OSError):  # an unused place cannot be read
-            kind = (entry.parents[1] / "gid_attrs/types" / entry.name).read_text().strip()
-            if entry.read_text().strip() == wanted and kind == "RoCE v2":
-                return entry.parts[4], int(entry.name)
-    raise RuntimeError(f"no RDMA card has {ip}")
 
 
 def _in_machine(bed: rdma_shared.Bed, seconds: float, limit_s: float) -> dict[str, Any]:

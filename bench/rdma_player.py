@@ -154,6 +154,8 @@ async def _play(folder: Path) -> None:
             said = {"namespace": await _namespace(client)}
         elif what == "serve":
             _serve(ask.with_suffix(".ready"), group, numbers, size_bytes)
+        elif what.startswith("bare "):
+            said = await _bare(what.split()[1:], ask, group, len(numbers))
         elif what.startswith("fetch "):
             said = await _fetch(what.split()[1], folder / f"{number}.go", numbers, size_bytes)
         else:
@@ -207,6 +209,23 @@ async def _fetch(ip: str, go: Path, numbers: list[int], size_bytes: int) -> dict
         "agent_s": took_s,
         "elapsed_s": 0.0,
     }
+
+
+async def _bare(words: list[str], ask: Path, checks: int, segments: int) -> dict[str, float]:
+    """One end of WRITEs without agents: "take" from whom, or "send" to whom, and where to."""
+    from kvcast.bench import rdma_bare  # others need none of it
+
+    what, own, peer, *whose = words
+    if what == "send":
+        await rdma_bare.send(own, peer, int(whose[0]), int(whose[1]), segments)
+        return {}
+
+    def ready(where: str) -> None:
+        file = ask.with_suffix(".where")
+        file.write_text(where)
+        file.rename(ask.with_suffix(".ready"))
+
+    return await rdma_bare.take(own, peer, ready, segments, checks=bool(checks))
 
 
 async def _hand_over(go: Path, here: str, there: str) -> None:

@@ -268,6 +268,17 @@ class Bed:
         self._next = numbers[-1] + 1
         return numbers
 
+    async def bare(self, *, checks: bool) -> dict[str, float]:
+        """What a reader would take that does next to nothing: WRITEs come, as many as in a long
+        round, and a process of their own counts them. `checks`: and it copies them, and makes
+        digests."""
+        home, reader = (self.network.machines[node].host.ip for node in self.nodes[:2])
+        segments = range(LONG_BLOCKS * SHARED_CHUNKING.segments_of(BLOCK_BYTES))
+        taking = self._players[1].ask(f"bare take {reader} {home}", int(checks), segments)
+        where = await taking.file("ready")
+        await self._players[0].ask(f"bare send {home} {reader} {where}", 0, segments).said()
+        return await taking.said()
+
     async def plain(self, way: str, readers: int, blocks: int = BLOCKS) -> dict[str, float]:
         """The same where no answer is shared, one reader after the other: "RDMA", by READs of the
         agents' RDMA link; "TCP", without kvcast."""
@@ -337,6 +348,9 @@ async def measure(
             for way in ("RDMA", "DATA"):
                 long = bed.round(1, by_data=way == "DATA", blocks=LONG_BLOCKS)
                 await note(f"long {number} by {way}", long)
+            for checks in (False, True):
+                name = f"bare {number}, {'checked' if checks else 'counted'}"
+                await note(name, bed.bare(checks=checks))
         for way in ("TCP", "RDMA"):
             for readers in (1, 2, 3):
                 await note(f"{readers} by plain {way}", bed.plain(way, readers))
@@ -365,6 +379,7 @@ async def measure(
 PROMISED: Final = (
     *("shared_home_egress_ratio", "shared_blocks_by_rdma", "shared_blocks", "shared_icrc_dropped"),
     *("shared_loss_egress_ratio", "reader_cpu_over_udp"),
+    *("reader_cpu_bare_counted_over_udp", "reader_cpu_bare_checked_over_udp"),
 )
 """What a whole run gives."""
 
@@ -405,4 +420,13 @@ def figures(rounds: dict[str, dict[str, float]]) -> dict[str, Any]:
             "reader_machine_cpu_over_udp": over("machine_s_per_byte"),
             "reader_long_rounds": min(map(len, long.values())),
         }
+        by_data = min(each["agent_busy_s_per_byte"] for each in long["DATA"])
+        for what in ("counted", "checked"):
+            bare = [
+                each["agent_busy_s_per_byte"]
+                for name, each in rounds.items()
+                if name.startswith("bare") and what in name
+            ]
+            if bare:
+                found[f"reader_cpu_bare_{what}_over_udp"] = min(bare) / by_data
     return found

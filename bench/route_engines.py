@@ -9,20 +9,25 @@ longer where they do.
 Owns: the requests, when each is sent and by whose choice, the report. Must not know: how an engine
 is run (`engines/server.py`). `kvcast.bench.route` asks the same of simulated engines, many more.
 
-Some vLLM servers on this machine's processors, each on a node of a pool, take the first requests of
-a trace (`kvcast.workloads.traces`). Prompts are made of the trace's block hashes, `--block-tokens`
-a block: what is equal there is equal here. First all engines together compute prompts that are
-new, which says what a token costs here; the trace's times are then scaled so that the load is
-`--load` (as `kvcast.bench.route` defines it). The same requests at the same times go through
-`kvcast route`, which hears the engines' KV events; and to the engines themselves, without a proxy
-between: `round_robin`; `prefix_hash`, by the hash of the prompt's beginning, of the lengths
-`--prefix-hash-tokens` the one with the best p99. Each of them has prompts of its own in each
-round, so that it finds nothing of another's, and all have the pool.
+Some vLLM servers, each on a node of a pool and on a processor of its own, take the first requests
+of a trace (`kvcast.workloads.traces`). Prompts are made of the trace's block hashes,
+`--block-tokens` a block: what is equal there is equal here. First all engines together compute
+prompts that are new, which says what a token costs here; the trace's times are then scaled so that
+the load is `--load` (as `kvcast.bench.route` defines it). The same requests at the same times go
+through `kvcast route`, which hears the engines' KV events; and to the engines themselves, without a
+proxy between: `round_robin`; `prefix_hash`, by the hash of the prompt's beginning, of the lengths
+`--prefix-hash-tokens` the one with the best p99. Each of them has prompts of its own in each round,
+so that it finds nothing of another's, and all have the pool.
 
 `simulated_p99_s`: the same requests before simulated engines of the same costs
 (`route_simulation`), where chance and crowded processors have no part. How far apart policies are
 there is what a run here can show at best. That takes requests that wait for each other, and enough
 of them that the slowest hundredth is more than one or two.
+
+Engines that shared processors would take from each other what a router gives them: one with a long
+queue would compute faster because the others rest. So there are as many as processors, two or
+three, and each is bound to one (`each_on_a_processor`); what sends the requests, the router and the
+pool are not bound, and take a little of all.
 
 Rates are shares of prompts' tokens that were not computed. `wrong_outputs`: at the end the first
 prompts are asked again of every engine and of the router, and what is answered otherwise than by
@@ -37,6 +42,7 @@ import contextlib
 import math
 import os
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -232,7 +238,9 @@ async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str
                 connector=aiohttp.TCPConnector(limit=0),
             )
         )
-        say(f"starting {arguments.engines} engines")
+        processors = sorted(os.sched_getaffinity(0))
+        bound = arguments.engines <= len(processors) and shutil.which("taskset") is not None
+        say(f"starting {arguments.engines} engines, {'' if bound else 'not '}each on a processor")
         servers = await asyncio.gather(
             *(
                 stack.enter_async_context(
@@ -250,6 +258,7 @@ async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str
                             str(arguments.kv_tokens // arguments.block_tokens),
                         ),
                         transfer=transfer(socket, model=MODEL_NAME, deadline_s=10.0, lookup_s=2.0),
+                        processor=processors[at % len(processors)] if bound else None,
                     )
                 )
                 for at, (node, socket) in enumerate(pool.sockets.items())
@@ -313,6 +322,7 @@ async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str
         "trace": os.path.basename(arguments.trace),
         "requests": len(requests),
         "engines": arguments.engines,
+        "each_on_a_processor": bound,
         "load": arguments.load,
         "times_divided_by": round(factor, 4),
         "prefill_tokens_per_s": round(1 / token_s, 1),
@@ -338,7 +348,13 @@ def simulated_p99_s(
     """The 99th percentile of each policy on the same requests before simulated engines that take
     what the real ones were told to take, and nothing else takes any time of."""
     model = EngineModel(costs, slots=SLOTS, kv_tokens=kv_tokens)
-    options = RouterOptions(costs=costs, slots=SLOTS, pool_saves_all=True, max_in_flight=100_000)
+    options = RouterOptions(
+        costs=costs,
+        slots=SLOTS,
+        pool_saves_all=True,
+        max_in_flight=100_000,
+        prefetches=False,  # as before the real ones: nobody is told of their agents
+    )
     found = {}
     short = [replace(one, answer_tokens=ANSWER_TOKENS) for one in requests]
     policies = {"kvcast": Kvcast(engines, options)} | _others(engines, prefix_hash_tokens)
@@ -385,7 +401,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--trace", required=True, metavar="FILE", help="in Mooncake's form")
     parser.add_argument("--requests", type=int, default=240, help="of the trace, from its start")
-    parser.add_argument("--engines", type=int, default=3)
+    parser.add_argument(
+        "--engines",
+        type=int,
+        default=max(2, min(3, os.cpu_count() or 1)),
+        help="each on a processor of its own, if there are so many",
+    )
     parser.add_argument("--load", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--block-tokens", type=int, default=32, help="of a block of the trace")

@@ -14,6 +14,9 @@ larger blocks, all but the first segment of which goes by TCP, as when a model i
 link that the kernel keeps at its rate (`tc`), between network namespaces (root). With `--no-share`
 the home does not know the rate of that link, and shares nothing.
 
+`put_p99_with_over_without` (fields `put_…`) is the same for puts: both tenants put blocks to that
+home, by TCP, and its link is kept at its rate where it comes in.
+
     python -m kvcast.bench.tenants --json tenants.json
 """
 
@@ -70,6 +73,8 @@ class Options:
     seed: int
     tcp: bool = False
     """Blocks go by TCP."""
+    puts: bool = False
+    """They are put, and not got."""
     share: bool = True
     """The home knows what its link carries."""
 
@@ -88,6 +93,10 @@ class Tenant:
     errors: list[str] = field(default_factory=list)
     reading: set[bytes] = field(default_factory=set)
     """By some reader, at this moment."""
+    fresh: deque[bytes] = field(default_factory=deque)
+    """Keys to put."""
+    last: deque[bytes] = field(default_factory=lambda: deque(maxlen=8))
+    """Those that were put last."""
 
     async def read(self, client: AsyncClient, order: list[bytes], pause_s: float) -> None:
         """Get one block after the other, until cancelled."""
@@ -118,6 +127,33 @@ class Tenant:
             if pause_s:
                 await asyncio.sleep(pause_s)
 
+    async def put(self, client: AsyncClient, pause_s: float) -> None:
+        """Put one block after the other, until cancelled."""
+        while True:
+            key = self.fresh.popleft()
+            data = content.block_bytes(key, self.size_bytes)
+            begun = time.perf_counter()
+            try:
+                await client.put(self.namespace, {key: data}, ack="home")
+            except KvcastError as error:
+                self.errors.append(f"{type(error).__name__}: {error}")
+                continue
+            self.times_s.append(time.perf_counter() - begun)
+            self.got_bytes += self.size_bytes
+            self.last.append(key)
+            if pause_s:
+                await asyncio.sleep(pause_s)
+
+    async def look(self, home: AsyncClient) -> None:
+        """Look at what was put last, where it should be."""
+        for key in self.last:
+            (block,) = await home.get(self.namespace, [key])
+            if block is None:
+                self.misses += 1
+                continue
+            with block:
+                self.wrong_bytes += content.wrong_bytes(key, self.size_bytes, block.data)
+
 
 def pacing_flags(link_rate_bits_per_s: float) -> tuple[str, ...]:
     """Have homes send a little less than their links carry, and nothing ahead: what waits in the
@@ -147,11 +183,18 @@ def _tcp_pool(options: Options) -> Pool:
 
 
 def _shape(pool: Pool, options: Options) -> None:
-    """Give what the home sends by TCP a link of a rate, with a queue of a tenth of a second."""
+    """Give what the home sends by TCP, or what it is sent, a link of a rate, with a queue of a
+    tenth of a second."""
     queue = ("rate", f"{options.link_rate:.0f}bit", "burst", "16kb", "latency", "100ms")
-    command = ["tc", "qdisc", "add", "dev", "mgmt0", "root", "tbf", *queue]
+    part, device = HOME, "mgmt0"
+    if options.puts:
+        (port,) = (host.switch_port for host in pool.star.hosts if host.node_id == HOME)
+        part, device = "switch", f"m{port}"
     made = subprocess.run(
-        [*pool.network.prefix(HOME), *command], capture_output=True, text=True, check=False
+        [*pool.network.prefix(part), "tc", "qdisc", "add", "dev", device, "root", "tbf", *queue],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if made.returncode:
         raise CommandError(f"tc: {made.stderr.strip()}")
@@ -194,6 +237,12 @@ async def run(options: Options) -> dict[str, Any]:
                 await home.put(namespace, {key: data})
             tenants.append(Tenant(namespace, mine, options.block_bytes))
         quiet, loud = tenants
+        if options.puts:
+            seconds = 3 * options.measure_s + 20
+            most = 100 + int(seconds * options.link_rate / 8 / options.block_bytes)
+            for tenant in tenants:
+                label = f"{options.seed} of {tenant.namespace}"
+                tenant.fresh.extend(home_keys(pool, HOME, most, label))
         if options.tcp:
             _shape(pool, options)
         rng = random.Random(options.seed)
@@ -202,6 +251,8 @@ async def run(options: Options) -> dict[str, Any]:
         async def begin(tenant: Tenant, node: str, pause_s: float) -> asyncio.Task[None]:
             client = await AsyncClient.connect(str(pool.sockets[node]))
             await stack.enter_async_context(client)
+            if options.puts:
+                return asyncio.create_task(tenant.put(client, pause_s))
             order = rng.sample(tenant.keys, len(tenant.keys))
             return asyncio.create_task(tenant.read(client, order, pause_s))
 
@@ -226,7 +277,11 @@ async def run(options: Options) -> dict[str, Any]:
                 await asyncio.sleep(2.0)
             say(f"{phase}: {len(phases[phase])} gets, p99 {1e3 * _p99(phases[phase]):.1f} ms")
         await _end([quiet_task])
-        by_tcp = (await home.stats())["payload_bytes_sent_bulk_get_total"]
+        stats = await home.stats()
+        way = "received_bulk_put" if options.puts else "sent_bulk_get"
+        by_tcp = stats[f"payload_bytes_{way}_total"]
+        for tenant in tenants:
+            await tenant.look(home)
         pool.check_alive()
     without = _p99([*phases["alone"], *phases["alone again"]])
     return {
@@ -244,6 +299,7 @@ async def run(options: Options) -> dict[str, Any]:
         "wrong_bytes": quiet.wrong_bytes + loud.wrong_bytes,
         "errors": sorted({*quiet.errors, *loud.errors})[:5],
         "bytes_by_tcp": by_tcp,
+        "pushed_blocks": stats.get("courier_put_taken_total", 0.0),
         "parameters": vars(options),
     }
 
@@ -275,7 +331,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tcp-block-bytes", type=int, default=256 << 10)
     parser.add_argument("--tcp-link-rate", type=float, default=50e6, help="of the home's, bits/s")
-    parser.add_argument("--only", choices=("reads", "tcp"), help="one of the two")
+    parser.add_argument("--only", choices=("reads", "tcp", "puts"), help="one of the three")
     parser.add_argument("--no-share", action="store_true", help="of a link whose rate is not known")
     parser.add_argument("--json", type=Path, help="write the report here, too")
     given = parser.parse_args()
@@ -286,25 +342,29 @@ def main() -> int:
         *(given.link_rate, given.pause, given.measure, given.seed),
     )
     report: dict[str, Any] = {"bench": "tenants"}
-    if given.only != "tcp":
+    if given.only in (None, "reads"):
         say("by READs")
         report |= asyncio.run(run(options))
     missing = why_not() or (None if shutil.which("tc") else "tc (iproute2) is not installed")
-    if given.only != "reads" and missing is not None:
-        report["tcp"] = f"left out: {missing}"
-    elif given.only != "reads":
-        say("by TCP")
+    for kind, puts in (("tcp", False), ("put", True)):
+        if given.only not in (None, "puts" if puts else "tcp"):
+            continue
+        if missing is not None:
+            report[kind] = f"left out: {missing}"
+            continue
+        say("puts" if puts else "by TCP")
         by_tcp = replace(
             options,
             block_bytes=given.tcp_block_bytes,
             link_rate=given.tcp_link_rate,
             tcp=True,
+            puts=puts,
             share=not given.no_share,
         )
-        report |= {f"tcp_{name}": value for name, value in asyncio.run(run(by_tcp)).items()}
+        report |= {f"{kind}_{name}": value for name, value in asyncio.run(run(by_tcp)).items()}
     report["provenance"] = provenance()
     report_to(given.json, report, partial(write_json, "-"))
-    bad = ("wrong_bytes", "misses", "tcp_wrong_bytes", "tcp_misses")
+    bad = [f"{kind}{what}" for kind in ("", "tcp_", "put_") for what in ("wrong_bytes", "misses")]
     return int(any(report.get(name, 0) for name in bad))
 
 

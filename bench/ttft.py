@@ -415,7 +415,8 @@ class _Bench:
     async def measure(self, way: Way, model: Path, tell: Tell) -> None:
         """All cases of one way, and of recomputing after the first."""
         arguments, ttft = self._arguments, self.ttft
-        cases = [(prefix, count) for prefix in arguments.prefixes for count in arguments.engines]
+        # An engine alone comes first: agents that had company reckon with it for some seconds.
+        cases = [(prefix, count) for count in arguments.engines for prefix in arguments.prefixes]
         recompute = cases if isinstance(way, WAYS[0]) and arguments.recompute else []
         if self._is_over():
             self._leave_out(way.NAME, cases)

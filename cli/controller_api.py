@@ -13,12 +13,13 @@ import os
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from kvcast.service.commands import CommandError, add_log_level
+from kvcast.service.addresses import HTTP_PORT
+from kvcast.service.commands import CommandError, add_log_level, run_command
 from kvcast.service.tls import Credentials, TlsError
 
 TOKEN_VARIABLE: Final = "KVCAST_TOKEN"
@@ -61,7 +62,7 @@ def add_api_options(parser: argparse.ArgumentParser, token: str = "an operator's
     """Where the controller is, and who asks: by which `token`, at least."""
     parser.add_argument(
         "--http",
-        default="http://127.0.0.1:9601",
+        default=f"http://127.0.0.1:{HTTP_PORT}",
         metavar="URL",
         help="the controller's HTTP address (kvcast controller --http-addr)",
     )
@@ -89,6 +90,22 @@ def check_api_options(parser: argparse.ArgumentParser, options: argparse.Namespa
         parser.error("--http must be an http:// or https:// address")
     if options.tls is not None and not options.http.startswith("https://"):
         parser.error("--tls goes with an https:// address")
+
+
+def run_for_operator(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    run: Callable[[argparse.Namespace], Coroutine[Any, Any, int]],
+    *,
+    wrong: Callable[[argparse.Namespace], str] = lambda _options: "",
+) -> int:
+    """Do what a command line with these options says; `wrong` tells what else is wrong with it. 1
+    with a line of why if it cannot be done."""
+    options = parser.parse_args(argv)
+    check_api_options(parser, options)
+    if complaint := wrong(options):
+        parser.error(complaint)
+    return run_command(lambda: run(options), log_level=options.log_level)
 
 
 def controller_api(options: argparse.Namespace) -> ControllerApi:

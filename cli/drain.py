@@ -11,13 +11,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from kvcast.cli.controller_api import add_api_options, check_api_options, controller_api
+from kvcast.cli.controller_api import add_api_options, controller_api, run_for_operator
 from kvcast.service.commands import (
     EXIT_FAILED,
     EXIT_OK,
     CommandError,
     command_parser,
-    run_command,
 )
 from kvcast.service.values import number, parse_node_id
 
@@ -56,10 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do it; 1 with a line of why if it cannot be done."""
-    parser = build_parser()
-    options = parser.parse_args(argv)
-    check_api_options(parser, options)
-    return run_command(lambda: _run(options), log_level=options.log_level)
+    return run_for_operator(build_parser(), argv, _run)
 
 
 async def _run(options: argparse.Namespace) -> int:

@@ -38,9 +38,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--block-size",
         type=_block_size,
-        default=DEFAULT_BLOCK_BYTES,
+        default=format_size(DEFAULT_BLOCK_BYTES),
         metavar="SIZE",
-        help="of the blocks that files are cut into (default: 4MiB)",
+        help="of the blocks that files are cut into",
     )
     return parser
 

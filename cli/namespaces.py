@@ -11,13 +11,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from kvcast.cli.controller_api import add_api_options, check_api_options, controller_api
+from kvcast.cli.controller_api import add_api_options, controller_api, run_for_operator
 from kvcast.protocol.messages.control import MEDIA, POLICIES, TIERS
-from kvcast.service.commands import (
-    EXIT_OK,
-    build_subcommands,
-    run_command,
-)
+from kvcast.service.commands import EXIT_OK, build_subcommands
 from kvcast.service.values import number, parse_size, whole_number
 
 _PATH = "/v1/namespaces"
@@ -155,12 +151,13 @@ def _settings_of(options: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do it; 1 with a line of why if it cannot be done."""
-    parser = build_parser()
-    options = parser.parse_args(argv)
-    check_api_options(parser, options)
-    if options.command == "set" and not _settings_of(options):
-        parser.error("nothing is said of the namespace: --policy, --quota, …")
-    return run_command(lambda: _run(options), log_level=options.log_level)
+
+    def wrong(options: argparse.Namespace) -> str:
+        if options.command == "set" and not _settings_of(options):
+            return "nothing is said of the namespace: --policy, --quota, …"
+        return ""
+
+    return run_for_operator(build_parser(), argv, _run, wrong=wrong)
 
 
 async def _run(options: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcast.service.addresses import format_host_port, parse_host_port
+from kvcast.service.addresses import P4RUNTIME_PORT, format_host_port, parse_host_port
 from kvcast.service.commands import command_parser, failed
 from kvcast.service.tls import TlsError, TlsFiles
 
@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--switch",
         type=parse_host_port,
-        default="127.0.0.1:9559",
+        default=("127.0.0.1", P4RUNTIME_PORT),
         metavar="HOST:PORT",
         help="the switch's P4Runtime address",
     )

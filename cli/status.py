@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 _RESIDENTS_SHOWN = 12
+_OUTCOMES = ("whole", "part", "computed")
+_WAYS = ("load", "compute")
+"""As in the names of agents' numbers (`hostagent/core/engines.py`)."""
 
 _EXAMPLES = """\
 examples:
@@ -127,6 +130,8 @@ def render(status: dict[str, Any], before: tuple[dict[str, Any], float] | None) 
     from rich.console import Group
 
     parts: list[RenderableType] = [_summary(status), _nodes(status, before), _hits(status)]
+    if (prefixes := _prefixes(status)) is not None:
+        parts.append(prefixes)
     counts = (("switch decisions", "decisions"), ("fills", "fills"))
     lines = (_counts(title, status.get(name)) for title, name in counts)
     parts += [line for line in lines if line is not None]
@@ -178,11 +183,16 @@ def _nodes(status: dict[str, Any], before: tuple[dict[str, Any], float] | None) 
     return table_of(columns, rows, title="nodes", left=("node", "state"))
 
 
+def _counted(status: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
+    """What each node's agent has counted, and the sums of all."""
+    agents = status.get("agents", {})
+    counted = {node["node_id"]: agents.get(node["node_id"], {}) for node in _by_port(status)}
+    return [*counted.items(), ("all", added(counted.values()))]
+
+
 def _hits(status: dict[str, Any]) -> RenderableType:
     """A row a node, and one for all: where engines' blocks came from, and how long those waited
     that were fetched."""
-    agents = status.get("agents", {})
-    counted = {node["node_id"]: agents.get(node["node_id"], {}) for node in _by_port(status)}
     rows = [
         (
             name,
@@ -190,10 +200,32 @@ def _hits(status: dict[str, Any]) -> RenderableType:
             f"{counters.get('misses_total', 0):.0f}",
             *(_fetch_ms(counters, q) for q in (0.5, 0.99)),
         )
-        for name, counters in (*counted.items(), ("all", added(counted.values())))
+        for name, counters in _counted(status)
     ]
     columns = ("node", *TIERS, "misses", "p50 ms", "p99 ms")
     return table_of(columns, rows, title="blocks got, by where they came from", left=("node",))
+
+
+def _prefixes(status: dict[str, Any]) -> RenderableType | None:
+    """A row for each node whose engines have told of prefixes, and one for all; none, where none
+    has."""
+    rows = [
+        (
+            name,
+            *(f"{counters.get(f'prefixes_{what}_total', 0):.0f}" for what in _OUTCOMES),
+            *(_pace(counters.get(f"prefixes_{way}_tokens_per_s", 0)) for way in _WAYS),
+        )
+        for name, counters in _counted(status)
+        if any(counters.get(f"prefixes_{what}_total") for what in _OUTCOMES)
+    ]
+    if not rows:
+        return None
+    columns = ("node", *_OUTCOMES, "loading, tokens/s", "computing, tokens/s")
+    return table_of(columns, rows, title="prefixes that the pool held", left=("node",))
+
+
+def _pace(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:,.0f}" if tokens_per_s else "–"
 
 
 def _fetch_ms(counters: dict[str, float], q: float) -> str:

@@ -26,7 +26,7 @@ from kvcast.p4.targets import MAX_PORTS
 from kvcast.protocol.messages.control import MAX_REPLICAS
 from kvcast.protocol.messages.ethernet import unicast_mac
 from kvcast.protocol.messages.wire import CHUNKINGS
-from kvcast.service.addresses import is_loopback
+from kvcast.service.addresses import AGENTS_PORT, HTTP_PORT, P4RUNTIME_PORT, is_loopback
 from kvcast.service.options import (
     CommonOptions,
     OptionsError,
@@ -83,7 +83,7 @@ class SwitchFlags:
     """switch"""
 
     switch: tuple[str, int] = address(
-        "P4Runtime address of the switch", default=("127.0.0.1", 9559)
+        "P4Runtime address of the switch", default=("127.0.0.1", P4RUNTIME_PORT)
     )
     switch_tls: bool | None = either(
         "speak TLS with the switch, by the files of --tls; by default where it is beyond loopback",
@@ -154,7 +154,7 @@ class PoolFlags:
     """pool"""
 
     agents_addr: tuple[str, int] = address(
-        "where agents connect; port 0 = pick one", default=("127.0.0.1", 9600)
+        "where agents connect; port 0 = pick one", default=("127.0.0.1", AGENTS_PORT)
     )
     state: Path = option(
         "SQLite file of what must outlive the controller; one controller a file",
@@ -222,7 +222,7 @@ class HttpFlags:
     """HTTP API"""
 
     http_addr: tuple[str, int] = address(
-        "where the HTTP API is served; port 0 = pick one", default=("127.0.0.1", 9601)
+        "where the HTTP API is served; port 0 = pick one", default=("127.0.0.1", HTTP_PORT)
     )
     tokens: Path | None = file(
         "tokens of those who may use the HTTP API, as `kvcast tokens add` writes it; without it, "

@@ -155,7 +155,7 @@ def _pool(to: Board) -> None:
         "Misses, by reason",
         [(grown("kvcast_namespace_misses_total", NAMED, "reason"), "{{reason}}")],
         "ops",
-        "cold: nobody ever had it; evicted; expired; timed_out; failed; no_room.",
+        "cold: nobody ever had it; evicted; expired; timed_out; failed; no_room; given_up.",
         stacked=True,
     )
     to.graph(

@@ -80,6 +80,8 @@ _NO_MAP_PAUSE_S: Final = 0.01
 """How often it is seen whether there is a map, without which nothing can be recovered."""
 _LANDINGS_SHARE: Final = 32
 """All landing places of the courier take this part of the arena at most."""
+_TELLS_A_QUIET: Final = 5
+"""How often in the time that a silence takes a segment that came by RDMA is told of at least."""
 _LOOK_AT_MEMORY_S: Final = 1.0
 _REST_S: Final = 2.0
 """How long an agent that gives way to another waits for what was begun."""
@@ -320,6 +322,7 @@ class Agent:
             given=core.conveyed,
             open_lane=transport.open_lane,
             close_lane=transport.close_lane,
+            tell_within_s=core.requester.config.quiet_s / _TELLS_A_QUIET,
         )
 
     def _use_conveyors(self, driver: CourierDriver) -> None:
@@ -329,12 +332,23 @@ class Agent:
         self.bulk_server.conveyors = self._bulk_caller.conveyors = conveyors
         driver.connect = self._bulk_caller.convey
         self.bulk_server.pushes = self._bulk_caller.pushes = driver.push_sockets
-        driver.connect_to_push = lambda node: self._bulk_caller.convey(node, pushes=True)
+        driver.connect_to_push = self._connect_to_push
         driver.pushes.connects = True
         self.core.serving.takes_pushes = driver.pushes.takes
         driver.courier.takes_conveyors = self.core.options.lone_reads_by_tcp
         self.core.serving.conveys = conveyors.gives
         self.core.stop_conveying = conveyors.stop_giving
+        # Not now: what has ended and what has landed is being heard of.
+        loop, sockets = asyncio.get_running_loop(), driver.push_sockets
+        self.core.stop_pushing = lambda: loop.call_soon(sockets.stop_pushing)
+        self.core.stop_taking = lambda: loop.call_soon(sockets.stop_taking)
+
+    def _connect_to_push(self, node: int) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._bulk_caller.pushes is not None and self.core.departures.is_tight(now):
+            self._bulk_caller.pushes.failed(now, node)
+        else:
+            self._bulk_caller.convey(node, pushes=True)
 
     def _core_told(self) -> None:
         if self._zone is not None:
@@ -421,7 +435,9 @@ class Agent:
             return 0
         stack.callback(card.close)
         self.card = card
-        calls = RdmaCalls(self.core, options.rdma, card, self.transport.pump, options.credentials)
+        calls = RdmaCalls(
+            self.core, options.rdma, card.calling, self.transport.pump, options.credentials
+        )
         stack.push_async_callback(calls.close)
         server = self.rdma_server = RdmaServer(
             self.core, options.rdma, options.bulk, card, options.credentials

@@ -31,7 +31,7 @@ from kvcast.protocol.links.control_caller import ControlOptions
 from kvcast.protocol.messages.ethernet import parse_ip, unicast_mac
 from kvcast.protocol.requester import RequesterConfig
 from kvcast.protocol.responder import ResponderConfig
-from kvcast.service.addresses import parse_host_port
+from kvcast.service.addresses import AGENTS_PORT, parse_host_port
 from kvcast.service.options import (
     CommonOptions,
     OptionsError,
@@ -93,7 +93,7 @@ class IdentityFlags:
 
     node_id: str = required("name of this node in the pool", parse=parse_node_id)
     controller: tuple[str, int] = address(
-        "the controller's address for agents", default=("127.0.0.1", 9600)
+        "the controller's address for agents", default=("127.0.0.1", AGENTS_PORT)
     )
 
 
@@ -357,7 +357,7 @@ class ReadFlags:
         low=1,
     )
     window_shared: int = count(
-        "segments in flight from one home while its answers go to others too",
+        "segments in flight from one home while readers keep step, or answers come by RDMA",
         default=RequesterConfig.window_shared,
         unit="segments",
         low=1,

@@ -44,6 +44,7 @@ from kvcast.hostagent.standing import Standing, kept_options, stand_up
 from kvcast.hostagent.tiers.arena import ArenaError
 from kvcast.hostagent.tiers.kept import from_descriptors
 from kvcast.protocol import lane
+from kvcast.protocol.links.backoff import pause_after
 from kvcast.protocol.messages.local import LOCAL_PROTOCOL_VERSION
 from kvcast.protocol.messages.shared import INDEX_LAYOUT
 from kvcast.protocol.placement import Placement
@@ -55,6 +56,7 @@ QUICK_DEATH_S: Final = 1.0
 """An agent that dies so soon may die of what it finds: after `AT_ONCE` of these in a row there is a
 pause before each, which doubles."""
 AT_ONCE: Final = 2
+PAUSE_S: Final = 0.2
 MAX_PAUSE_S: Final = 5.0
 GIVE_UP_AFTER: Final = 8
 """Agents that died quickly, one after the other; then the supervisor ends, too."""
@@ -454,7 +456,7 @@ class Supervisor:
             return 1
         if self.quick_deaths <= AT_ONCE:
             return None
-        end = time.monotonic() + min(MAX_PAUSE_S, 0.1 * 2 ** (self.quick_deaths - AT_ONCE))
+        end = time.monotonic() + pause_after(self.quick_deaths - AT_ONCE, PAUSE_S, MAX_PAUSE_S)
         while not self.stopping and (left := end - time.monotonic()) > 0:
             self._wait(left)
         return 0 if self.stopping else None

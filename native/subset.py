@@ -813,11 +813,6 @@ def _full_fence(c: _FunctionCompiler, node: ast.Call) -> _Value:
     return _NOTHING
 
 
-def _high_product(c: _FunctionCompiler, node: ast.Call) -> _Value:
-    left, right = (c.f.zext(value, 128) for value in c._numbers(node))
-    return _Value(_UNSIGNED, c.f.trunc(c.f.lshr(c.f.mul(left, right), 64), 64))
-
-
 signed: _Intrinsic[[int], int] = _Intrinsic(_of_number(_SIGNED))
 """The same bits as a signed number."""
 unsigned: _Intrinsic[[int], int] = _Intrinsic(_of_number(_UNSIGNED))
@@ -840,8 +835,6 @@ atomic_store: _Intrinsic[[int, int], None] = _Intrinsic(_atomic_store)
 """A value to a field or element of 32 or 64 bits, with release order."""
 full_fence: _Intrinsic[[], None] = _Intrinsic(_full_fence)
 """Everything before it is visible before everything behind it."""
-high_product: _Intrinsic[[int, int], int] = _Intrinsic(_high_product)
-"""The upper 64 bits of the 128-bit product."""
 
 
 # --- the library ------------------------------------------------------------------------------

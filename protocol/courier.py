@@ -12,9 +12,10 @@ conveyor from. If somebody does, READs are better, and the agent's.
 Python says beforehand what the courier may do: which home each bucket is asked at, if any, which
 namespaces may be looked up (the index in shared memory says so), how much a client may hold, and
 *landing places*, room for a block of one size in one namespace each. A question that the courier
-does not take, or not to its end (another size, silence, a gap, MISS, a wrong digest), is answered
+does not take, or not to its end (another size, silence, MISS, a wrong digest), is answered
 by `ASK_AGENT`: the client then asks by the socket, as for any other block, and all decisions are
-the requester's. The courier keeps nothing of such a question.
+the requester's. The courier keeps nothing of such a question; so what has begun to come is waited
+for as long as more does, and chunks that are lost are asked for again here, `MOST_REPAIRS` times.
 
 What has happened stands in *records*, which Python takes before it does anything else. So nothing
 that the courier has given to a client is ever unknown to the code that might evict it.
@@ -76,8 +77,10 @@ from kvcast.protocol.messages.shared import WORD_BYTES
 from kvcast.protocol.messages.wire import (
     BUCKETS,
     CHUNK_BYTES,
+    FLAG_PARTIAL,
     FLAG_RESIDENT,
     FLAG_SHARED,
+    FULL_SEGMENT,
     KEY_BYTES,
     KVCAST,
     OP_DATA,
@@ -105,12 +108,15 @@ BATCHES: Final = 16
 """Questions for many blocks in flight."""
 HEADS: Final = 256
 LANDINGS: Final = 256
+MOST_REPAIRS: Final = 3
+"""READs for chunks that are missing, of one question."""
 LEAST_PART: Final = 2
 """A block takes more than this part of its landing place: a half."""
-RECORDS: Final = 768
+RECORDS: Final = 1024
 """What Python has not taken yet, at most; a question that might need more is the agent's."""
 RECORDS_ENOUGH: Final = 640
 """From so many on Python takes them before anything else happens."""
+assert RECORDS >= RECORDS_ENOUGH + MAX_ASKED + MAX_MANY
 ANSWERS: Final = 512
 NOBODY: Final = 0xFFFF_FFFF
 
@@ -166,6 +172,8 @@ NO_READ: Final = (1 << 64) - 1
 _ALL: Final = (1 << 64) - 1
 _NAMESPACE_AT: Final = KVCAST.offset_of("namespace")
 _OP_AT: Final = KVCAST.offset_of("op")
+_FLAGS_AT: Final = KVCAST.offset_of("flags")
+_WANTED_AT: Final = KVCAST.offset_of("wanted")
 _KEY_AT: Final = KVCAST.offset_of("key")
 _DIGEST_AT: Final = KVCAST.offset_of("digest")
 _SIZE_AT: Final = KVCAST.offset_of("size")
@@ -288,7 +296,9 @@ class Asked(Struct):
     end_ns: U64
     """When the client's deadline is."""
     gap: U64
-    """Whether the answer has ended and chunks are missing."""
+    """Whether the answer has ended and chunks are missing,"""
+    repairs: U64
+    """and how often those were asked for."""
     offered: U64
     """Whether the home has offered another way to the rest,"""
     waits: U64
@@ -358,7 +368,8 @@ class Courier(Struct):
     table: Ptr[Table]
     open: U64
     chunk_code: U64
-    patience_ns: U64
+    patience_ns: Ptr[U64]
+    """By node, how long nothing may come from it of what it is asked for."""
     reorder_ns: U64
     next_tag: U64
     next_serial: U64
@@ -412,7 +423,9 @@ class Courier(Struct):
     index_bits: U64
     """It has 2^that buckets."""
     read: U64
-    """Where the READ lies; namespace, key and tag are put in."""
+    """Where the READ lies; what is asked for, and how, is put in."""
+    read_flags: U64
+    """Those of every READ."""
     read_node: U64
     """The node that it is for."""
     state: U64
@@ -421,6 +434,8 @@ class Courier(Struct):
     digest: U64
     frames: U64
     """Answers that came for the courier's questions."""
+    repairs: U64
+    """READs for chunks that were missing."""
     counters: Ptr[U64]
     """By reason, the questions that were handed over."""
 
@@ -599,9 +614,8 @@ def _answer_to(courier: Courier, asked: Asked) -> U64:
     hears it."""
     at = 0
     if asked.batch != _NOWHERE:
-        batch = courier.batches[asked.batch]
-        at += batch.answers + asked.place * (size_of(Answer) - WORD_BYTES) - WORD_BYTES
-        _answered_one(courier, asked.batch)
+        at += answer_in(courier, asked.batch, asked.place)
+        answered_one(courier, asked.batch)
     elif asked.client != NOBODY:
         at += address_of(courier.answers[begin_answer(courier, asked.client, asked.number)])
     return at
@@ -671,6 +685,8 @@ def is_question(at: U64, length: U64) -> bool:
     q = Question.at(at)
     if length != size_of(Question):
         more = length - size_of(Question)
+        if q.kind == RELEASE:
+            return more % WORD_BYTES == 0 and more // WORD_BYTES < MAX_MANY
         fits = more % KEY_BYTES == 0 and more // KEY_BYTES < MAX_MANY
         return fits and q.kind == GET_MANY and q.deadline_ms <= MAX_DEADLINE_MS
     return q.kind == RELEASE or (q.kind == GET and q.deadline_ms <= MAX_DEADLINE_MS)
@@ -683,6 +699,13 @@ def may_be_given(who: Client, bytes_more: U64) -> bool:
 
 
 @native
+def may_hear(courier: Courier) -> bool:
+    """Whether there is room for what any message may leave for Python, besides what is in flight;
+    else Python takes the records first."""
+    return courier.record_count + courier.in_flight + MAX_MANY <= RECORDS
+
+
+@native
 def hear(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64) -> U32:
     """What a client says, in memory that nobody else writes: NOTHING, SEND_READ (it lies at
     `read`, for `read_node`), or OFFENCE."""
@@ -691,6 +714,10 @@ def hear(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64) -> U3
     q = Question.at(at)
     if q.kind == RELEASE:
         courier.records[_record(courier, RELEASED, client)].handle = q.number
+        further = at + size_of(Question)
+        for i in range((length - size_of(Question)) // WORD_BYTES):
+            handle = u64_at(further)[i]
+            courier.records[_record(courier, RELEASED, client)].handle = handle
         return NOTHING
     if q.kind == GET_MANY:
         _hear_many(courier, client, at, length, now_ns)
@@ -726,8 +753,6 @@ def _join(courier: Courier, number: U64, other: U64) -> None:
     asked.leader = other
     asked.next = with_it.first_joiner
     with_it.first_joiner = number
-    if with_it.state == _ON_CONVEYOR or with_it.state == _FOLLOWS:
-        asked.until_ns = asked.end_ns
 
 
 @native
@@ -737,10 +762,36 @@ def _ask_first(courier: Courier, number: U64) -> None:
     _enter(courier, number)
     asked.state = _ASKED
     asked.home = courier.homes[bucket_of_key(asked.rest_of_key)]
+    _wait_until(courier, asked, asked.asked_ns + courier.patience_ns[asked.home])
+    _send_read(courier, asked)
+
+
+@native
+def _send_read(courier: Courier, asked: Asked) -> None:
+    """Have a READ sent for what is missing."""
     asked.tag = courier.next_tag
     courier.next_tag += 1
     asked.unread = 1
     courier.unread += 1
+
+
+@native
+def _wait_until(courier: Courier, asked: Asked, until_ns: U64) -> None:
+    """Wait for something so long, but not beyond the client's deadline."""
+    asked.until_ns = until_ns
+    if until_ns > asked.end_ns:
+        asked.until_ns = asked.end_ns
+    _due_by(courier, 0 + asked.until_ns)
+
+
+@native
+def _ask_for_missing(courier: Courier, asked: Asked, now_ns: U64) -> None:
+    """Ask for the chunks that are missing of a first segment."""
+    asked.repairs += 1
+    courier.repairs += 1
+    asked.gap = 0
+    _wait_until(courier, asked, now_ns + courier.patience_ns[asked.home])
+    _send_read(courier, asked)
 
 
 @native
@@ -762,10 +813,21 @@ def next_read(courier: Courier) -> bool:
         if asked.unread != 0:
             asked.unread = 0
             courier.unread -= 1
-            if asked.state == _ASKED:
+            if asked.state == _ASKED or asked.state == _RECEIVING:
+                flags = 0 + courier.read_flags
+                digest = 0
+                wanted = 0 + FULL_SEGMENT
+                if asked.state == _RECEIVING:
+                    landing = courier.landings[asked.landing]
+                    flags |= FLAG_PARTIAL
+                    digest += courier.table[0].copies[landing.copy].digest
+                    wanted = 0 + landing.missing[0]
+                u16_at(courier.read + _FLAGS_AT)[0] = swap16(flags)
                 u16_at(courier.read + _NAMESPACE_AT)[0] = swap16(asked.namespace)
                 u64_at(courier.read + _KEY_AT)[0] = asked.key
                 u64_at(courier.read + _KEY_AT + 8)[0] = asked.rest_of_key
+                u64_at(courier.read + _DIGEST_AT)[0] = digest
+                u64_at(courier.read + _WANTED_AT)[0] = _swap64(wanted)
                 u32_at(courier.read + _TAG_AT)[0] = _swap32(asked.tag)
                 courier.read_node = asked.home
                 return True
@@ -785,25 +847,14 @@ def _hear_many(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64)
         courier.counters[why] += count
         begin_answer(courier, client, q.number)
         return
-    number = 0
-    while courier.batches[number].open != 0:
-        number += 1
+    number = begin_batch(courier, client, count, 0 + q.number)
     batch = courier.batches[number]
-    batch.open = 1
-    batch.leaders = 0 + _NOWHERE
-    batch.client = client
-    batch.count = count
-    batch.left = count
-    courier.batches_open += 1
-    asked_number = 0 + q.number
     keys = at + size_of(Question)
     for i in range(count):
         if i != 0:
             q.key = u64_at(keys)[0]
             q.rest_of_key = u64_at(keys)[1]
             keys += KEY_BYTES
-        out = Answer.at(batch.answers + i * (size_of(Answer) - WORD_BYTES) - WORD_BYTES)
-        _blank(out, asked_number)
         other = asked_for(courier, q.namespace, q.key, q.rest_of_key)
         home = courier.homes[bucket_of_key(q.rest_of_key)]
         why = 0 + _NO_OBJECTION
@@ -817,7 +868,7 @@ def _hear_many(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64)
                 why = 0 + NO_CONVEYOR
         if why != _NO_OBJECTION:
             courier.counters[why] += 1
-            _answered_one(courier, number)
+            answered_one(courier, number)
             continue
         mine = _begin(courier, client, q, room, now_ns)
         asked = courier.asked[mine]
@@ -845,11 +896,36 @@ def _hear_many(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64)
             else:
                 courier.asked[led_by.last_follower].next = mine
             led_by.last_follower = mine
-            asked.until_ns = asked.end_ns
 
 
 @native
-def _answered_one(courier: Courier, number: U64) -> None:
+def begin_batch(courier: Courier, client: U64, count: U64, number: U64) -> U64:
+    """Begin the answers to a client's question for many blocks, of which there are `BATCHES` at
+    most: each says ASK_AGENT, unless it is changed."""
+    at = 0
+    while courier.batches[at].open != 0:
+        at += 1
+    batch = courier.batches[at]
+    batch.open = 1
+    batch.leaders = 0 + _NOWHERE
+    batch.client = client
+    batch.count = count
+    batch.left = count
+    courier.batches_open += 1
+    for place in range(count):
+        _blank(Answer.at(answer_in(courier, at, place)), number)
+    return at
+
+
+@native
+def answer_in(courier: Courier, number: U64, place: U64) -> U64:
+    """The address of an answer in a batch, as an `Answer` of which `client` is another's."""
+    size = size_of(Answer) - WORD_BYTES
+    return courier.batches[number].answers + place * size - WORD_BYTES
+
+
+@native
+def answered_one(courier: Courier, number: U64) -> None:
     """One more answer of a batch stands."""
     batch = courier.batches[number]
     batch.left -= 1
@@ -879,16 +955,14 @@ def _begin(courier: Courier, client: U64, q: Question, room: U64, now_ns: U64) -
     asked.flags = 0
     asked.frames = 0
     asked.gap = 0
+    asked.repairs = 0
     asked.offered = 0
     asked.waits = 0
     asked.promised = room
     asked.began_ns = 0
     asked.asked_ns = now_ns
-    asked.until_ns = now_ns + courier.patience_ns
     asked.end_ns = now_ns + q.deadline_ms * _NS_A_MS
-    if asked.end_ns < asked.until_ns:
-        asked.until_ns = asked.end_ns
-    _due_by(courier, 0 + asked.until_ns)
+    _wait_until(courier, asked, 0 + asked.end_ns)
     courier.in_flight += 1
     who.asked += 1
     who.promised_bytes += room
@@ -1050,8 +1124,9 @@ def came(courier: Courier, now_ns: U64) -> None:
                         _first_is_there(courier, number, now_ns)
                 elif arrival.last != 0:
                     asked.gap = 1
-                    asked.until_ns = now_ns + courier.reorder_ns
-                    _due_by(courier, 0 + asked.until_ns)
+                    _wait_until(courier, asked, now_ns + courier.reorder_ns)
+                elif asked.gap == 0 and arrival.added != 0:
+                    _wait_until(courier, asked, now_ns + courier.patience_ns[asked.home])
         else:
             if kept != i:
                 copy(
@@ -1080,8 +1155,7 @@ def _first_is_there(courier: Courier, number: U64, now_ns: U64) -> None:
         _ask_for_rest(courier, number, now_ns)
     else:
         asked.waits = 1
-        asked.until_ns = now_ns + courier.reorder_ns
-        _due_by(courier, 0 + asked.until_ns)
+        _wait_until(courier, asked, now_ns + courier.reorder_ns)
 
 
 @native
@@ -1090,34 +1164,14 @@ def _ask_for_rest(courier: Courier, number: U64, now_ns: U64) -> None:
     asked = courier.asked[number]
     landing = courier.landings[asked.landing]
     landed = courier.table[0].copies[landing.copy]
+    digest = _swap64(landed.digest)
     place = _taker_for(courier, asked.home)
-    if place == NODES:
+    if not _ask_conveyor(courier, place, number, digest, SEGMENT_BYTES, now_ns):
         give_up(courier, number, NO_CONVEYOR)
         return
-    taker = courier.takers[place]
-    if taker.count == 0:
-        taker.until_ns = now_ns + courier.silence_ns
-        _due_by(courier, 0 + taker.until_ns)
-    wanted = taker.draft[0]
-    wanted.number = asked.serial
-    wanted.key = asked.key
-    wanted.rest_of_key = asked.rest_of_key
-    wanted.digest = _swap64(landed.digest)
-    wanted.start = 0 + SEGMENT_BYTES
-    wanted.namespace = asked.namespace
-    if not ask_for(taker):
-        give_up(courier, number, NO_CONVEYOR)
-        return
-    courier.unsent = 1
     leave_copy(courier.table[0], landing.copy)
     landed.serial = 0
-    asked.state = _ON_CONVEYOR
     asked.until_ns = asked.end_ns
-    joiner = 0 + asked.first_joiner
-    while joiner != _NOWHERE:
-        other = courier.asked[joiner]
-        other.until_ns = other.end_ns
-        joiner = 0 + other.next
     _ask_for_followers(courier, number, now_ns)
 
 
@@ -1131,28 +1185,37 @@ def _ask_for_followers(courier: Courier, number: U64, now_ns: U64) -> None:
     place = _taker_for(courier, leader.home)
     while leader.first_follower != _NOWHERE:
         i = _take_follower(courier, leader)
-        asked = courier.asked[i]
-        if place == NODES:
-            give_up(courier, i, NO_CONVEYOR)
-            continue
-        taker = courier.takers[place]
-        if taker.count == 0:
-            taker.until_ns = now_ns + courier.silence_ns
-            _due_by(courier, 0 + taker.until_ns)
         courier.next_serial += 1
-        asked.serial = _SERIAL_BIT | (courier.next_serial << _ASKED_BITS) | i
-        wanted = taker.draft[0]
-        wanted.number = asked.serial
-        wanted.key = asked.key
-        wanted.rest_of_key = asked.rest_of_key
-        wanted.digest = 0
-        wanted.start = 0
-        wanted.namespace = asked.namespace
-        if ask_for(taker):
-            courier.unsent = 1
-            asked.state = _ON_CONVEYOR
-        else:
+        courier.asked[i].serial = _SERIAL_BIT | (courier.next_serial << _ASKED_BITS) | i
+        if not _ask_conveyor(courier, place, i, 0, 0, now_ns):
             give_up(courier, i, NO_CONVEYOR)
+
+
+@native
+def _ask_conveyor(
+    courier: Courier, place: U64, number: U64, digest: U64, start: U64, now_ns: U64
+) -> bool:
+    """Have a question's block come by that conveyor, from a byte on; False where that cannot be."""
+    if place == NODES:
+        return False
+    asked = courier.asked[number]
+    taker = courier.takers[place]
+    first = taker.count == 0
+    wanted = taker.draft[0]
+    wanted.number = asked.serial
+    wanted.key = asked.key
+    wanted.rest_of_key = asked.rest_of_key
+    wanted.digest = digest
+    wanted.start = start
+    wanted.namespace = asked.namespace
+    if not ask_for(taker):
+        return False
+    if first:
+        taker.until_ns = now_ns + courier.silence_ns
+        _due_by(courier, 0 + taker.until_ns)
+    courier.unsent = 1
+    asked.state = _ON_CONVEYOR
+    return True
 
 
 @native
@@ -1242,7 +1305,7 @@ def _give(courier: Courier, number: U64, of: U64, tier: U64, digest: U64, now_ns
         answer.size = courier.table[0].copies[landing.copy].size
         answer.digest = digest
     elif asked.batch != _NOWHERE:
-        _answered_one(courier, asked.batch)
+        answered_one(courier, asked.batch)
     record = courier.records[_record(courier, LANDED if number == of else JOINED, client)]
     record.handle = handle
     record.key = asked.key
@@ -1395,13 +1458,14 @@ def give_up(courier: Courier, number: U64, why: U64) -> None:
             courier.landings[asked.landing].state = LANDING_FREE
     elif asked.state == _FOLLOWS:
         _leave_leader(courier, number)
+    if asked.state != _FOLLOWS:  # nobody was asked for that
+        record = courier.records[_record(courier, FAILED, asked.client)]
+        record.flags = why
+        record.namespace = asked.namespace
+        record.key = asked.key
+        record.rest_of_key = asked.rest_of_key
+        record.home = asked.home
     asked.state = _ASKED
-    record = courier.records[_record(courier, FAILED, asked.client)]
-    record.flags = why
-    record.namespace = asked.namespace
-    record.key = asked.key
-    record.rest_of_key = asked.rest_of_key
-    record.home = asked.home
     _hand_over(courier, number, why)
     while asked.first_joiner != _NOWHERE:
         joiner = _take_joiner(courier, asked)
@@ -1451,12 +1515,20 @@ def _why_late(asked: Asked) -> U64:
         return CUT_OFF
     if asked.waits != 0:
         return NOT_OFFERED
-    return GAP if asked.gap != 0 else SILENCE
+    return GAP if asked.state == _RECEIVING else SILENCE
+
+
+@native
+def _may_repair(asked: Asked, now_ns: U64) -> bool:
+    """Whether what is missing of a first segment is asked for once more."""
+    comes = asked.state == _RECEIVING and asked.waits == 0
+    return comes and asked.repairs < MOST_REPAIRS and now_ns < asked.end_ns
 
 
 @native
 def expire(courier: Courier, now_ns: U64) -> U64:
-    """Give up what has been waited for long enough; when the next is, 0 = there is none."""
+    """Give up what has been waited for long enough, or ask for what is missing of it (`next_read`);
+    when the next is, 0 = there is none."""
     if courier.in_flight == 0:
         courier.due_ns = 0
         return 0
@@ -1473,6 +1545,8 @@ def expire(courier: Courier, now_ns: U64) -> U64:
     for i in range(MAX_ASKED):
         asked = courier.asked[i]
         if asked.state != _FREE:
+            if asked.until_ns <= now_ns and _may_repair(asked, now_ns):
+                _ask_for_missing(courier, asked, now_ns)
             if asked.until_ns > now_ns:
                 if asked.until_ns < next_ns:
                     next_ns = 0 + asked.until_ns
@@ -1495,7 +1569,7 @@ def yield_block(courier: Courier, namespace: U64, key: U64, rest_of_key: U64, no
         return False
     asked = courier.asked[number]
     read = asked.state == _ASKED and asked.unread == 0
-    overdue = read and asked.asked_ns + courier.patience_ns // 2 <= now_ns
+    overdue = read and asked.asked_ns + courier.patience_ns[asked.home] // 2 <= now_ns
     give_up(courier, number, YIELDED)
     return overdue
 

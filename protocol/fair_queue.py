@@ -145,6 +145,20 @@ class FairQueue(Generic[T]):
             self._rest(flow, waiting.start)
         return item
 
+    def remove(self, over: Callable[[T], bool]) -> list[T]:
+        """Take out, at no cost, those of which `over` is true."""
+        removed: list[T] = []
+        for number, flow in list(self._waiting.items()):
+            stay: deque[T] = deque()
+            for item in flow.items:
+                (removed if over(item) else stay).append(item)
+            flow.items = stay
+            if not flow.items:
+                del self._waiting[number]
+                self._rest(number, flow.start)
+        self._length -= len(removed)
+        return removed
+
     def charge(self, flow: int, cost: float) -> None:
         """What a flow was given has turned out to cost so much more (or less)."""
         more = cost / self._weight_of(flow)

@@ -83,6 +83,8 @@ from kvcast.protocol.messages.wire import (
 
 ARRIVALS: Final = 64
 """Arrivals that are kept until Python takes them; at the bound it is asked to."""
+_AT_ONCE: Final = 2
+"""Python hears of segments that came by RDMA when they are this part of those that it awaits."""
 _at: Final = Header.offset_of
 _VERSION_AT: Final = _at(KVCAST, "version")
 _OP_AT: Final = _at(KVCAST, "op")
@@ -213,6 +215,8 @@ class Table(Struct):
     """and where in it."""
     arrivals: Ptr[Arrival]
     arrival_count: U64
+    hurry: U64
+    """Whether Python had better hear of the arrivals at once (`_need_not_hurry` says when not)."""
     frame: U64
     """The datagram that Python is to look at,"""
     frame_length: U32
@@ -477,6 +481,7 @@ def _is_source(of: Copy, node: U64) -> bool:
 @native
 def _put(t: Table, to: Copy, at: U64, source: U64) -> None:
     """Put the payload of a well-formed DATA of this copy where it belongs, once, and note it."""
+    t.hurry = 1
     segment = _u16(at + _SEGMENT_AT) & _INDEX
     chunk = 0 + bytes_at(at)[_CHUNK_AT]
     chunk_bytes = CHUNK_BYTES << to.chunk_code
@@ -538,11 +543,28 @@ def put_frame(t: Table, number: U32, at: U64, length: U32, source: U32) -> bool:
 @indirect
 def call_landing(
     address: U64, of: U64, first: U64, tag: U64, missing: U64, to: U64, size: U64
-) -> bool:
+) -> U64:
     """Put the chunks that are missing of a segment in their places, if all of them have come by
     RDMA, and are those of the READ with that tag; `first`: the immediate of the first chunk, `to`
-    and `size`: of what is there of the block from the segment on."""
+    and `size`: of what is there of the block from the segment on. 0: they are not; else how many
+    segments Python awaits by RDMA, this one included."""
     raise NotImplementedError
+
+
+@native
+def _need_not_hurry(t: Table, to: Copy, awaited: U64) -> bool:
+    """Whether Python may hear later that a segment has come by RDMA: more of its block is missing,
+    and most of what was asked for is still on its way. Then the link does not rest for it, and
+    Python asks for several segments at once, instead of waking for each."""
+    if to.size <= SEGMENT_BYTES or _AT_ONCE * t.arrival_count >= awaited:
+        return False
+    segment_length = CHUNKS_PER_SEGMENT * (CHUNK_BYTES << to.chunk_code)
+    segment = (to.size - SEGMENT_BYTES + segment_length - 1) // segment_length
+    while to.missing[segment] == 0:
+        if segment == 0:
+            return False
+        segment -= 1
+    return True
 
 
 @native
@@ -561,10 +583,10 @@ def _take_written(t: Table, at: U64, source: U64) -> bool:
     first = (_u16(at + _NAMESPACE_AT) << 16) ^ tag
     if missing == 0:
         return False
-    landed = call_landing(
+    awaited = call_landing(
         t.landing, t.landing_of, first, tag, missing, to.address + start, to.size - start
     )
-    if not landed:
+    if awaited == 0:
         return False
     to.missing[segment] = 0
     new = t.arrivals[t.arrival_count]
@@ -581,6 +603,8 @@ def _take_written(t: Table, at: U64, source: U64) -> bool:
         missing &= missing - 1
         new.frames += 1
     new.last = _LAST_NEW
+    if not _need_not_hurry(t, to, awaited):
+        t.hurry = 1
     return True
 
 
@@ -987,6 +1011,6 @@ class Placement:
 
     def _take_arrivals(self) -> list[Arrived]:
         count = self._table.arrival_count
-        self._table.arrival_count = 0
+        self._table.arrival_count = self._table.hurry = 0
         view = self._arrivals_view[: count * _ARRIVAL.size]
         return [Arrived._make(each) for each in _ARRIVAL.iter_unpack(view)]

@@ -5,9 +5,10 @@ agents on which blocks are pushed, what a home takes of it, and the client's ans
 sockets, clocks, sessions, or what follows from a put (`kvcast.hostagent.core.pushing` does).
 
 A *room* is a part of the arena that a client was given for a block, or ahead, and has written. The
-client says by a question on its courier's socket that a room of its own is a block; here it is
-pushed to the block's home, and when that has it, the client is answered, and if it had the room
-ahead, given the one for its next put.
+client says by a question on its courier's socket that a room of its own is a block, or that many
+are; here each is pushed to the nodes that are to be waited for (the block's home; all of its homes;
+or none, where this node is the home or enough), and when they have it, the client is answered, and
+if it had the room ahead, given the one for its next put.
 What is not taken, or does not come to its end, is answered by ASK_AGENT: the room is the client's
 as before, and it asks the agent to put it in the other way.
 
@@ -37,12 +38,14 @@ from kvcast.native.subset import (
     Library,
     Ptr,
     Struct,
+    address_of,
     ctypes_of,
     native,
     size_of,
     u64_at,
 )
 from kvcast.protocol.courier import (
+    BATCHES,
     LANDING_BOOKED,
     LANDING_FREE,
     LANDING_PUSHED,
@@ -52,8 +55,11 @@ from kvcast.protocol.courier import (
     Courier,
     Landing,
     Question,
+    answer_in,
+    answered_one,
     asked_for,
     begin_answer,
+    begin_batch,
     bucket_of_key,
     call_digest,
     call_reset,
@@ -66,10 +72,13 @@ from kvcast.protocol.lane import NativeLane, may_use
 from kvcast.protocol.messages.questions import (
     ACK_BY_DEFAULT,
     ACK_HOME,
+    ACK_REPLICAS,
     ANSWER,
+    MAX_MANY,
     PUT,
     PUT_HOME,
     PUT_QUESTION,
+    ROOM,
 )
 from kvcast.protocol.messages.shared import WORD_BYTES
 
@@ -77,8 +86,14 @@ NODES: Final = 64
 """Nodes that one pushes blocks to, and that push blocks to it; others go by calls."""
 ROOMS: Final = 512
 """Rooms that clients have, of all together."""
-PUSHES: Final = 16
+MOST_HOMES: Final = 8
+"""Of one block; where there are more, the agent puts it."""
+PUSHES: Final = 128
 """Blocks on one connection without a verdict."""
+VERDICTS_AT_ONCE: Final = 32
+"""Where more blocks follow at once, so many wait for their verdicts to leave together."""
+SCARCE: Final = 8
+"""With so few landing places left for blocks like those that come, Python had better make more."""
 ENDED: Final = 256
 """Puts whose end Python has not heard of; a question that might be one more is the agent's."""
 LANDED: Final = 256
@@ -126,6 +141,7 @@ TICKETS: Final = 2048
 
 _DIGEST_BYTES: Final = 8
 _TICKET_WORD: Final = PUT_QUESTION.size // WORD_BYTES - 1
+_ROOM_BYTES: Final = ROOM.size
 
 
 class Push(Struct):
@@ -144,8 +160,9 @@ class Push(Struct):
     depth: U32
     """How many blocks are before it."""
     namespace: U16
-    padding: U16
-    more_padding: U32
+    behind: U16
+    """How many more come at once, that were put together with it."""
+    padding: U32
 
 
 class Verdict(Struct):
@@ -162,8 +179,17 @@ class Room(Struct):
     client: U32
     """NOBODY: it has gone, while its block is pushed."""
     namespace: U32
-    node: U32
-    """That it is pushed to."""
+    node_count: U32
+    """To so many nodes it is pushed:"""
+    nodes: Annotated[Ptr[U32], Inline(MOST_HOMES)]
+    waits: U64
+    """so many have not said yet what becomes of it;"""
+    why: U64
+    """`_TAKEN`, or why one of them has it not."""
+    batch: U32
+    """The batch that its answer goes into, NOWHERE = none,"""
+    place: U32
+    """and where in it."""
     ticket: U64
     size: U64
     offset: U64
@@ -174,13 +200,20 @@ class Room(Struct):
     """Of the client's question."""
     asked_ns: U64
     push: Annotated[Ptr[Push], Inline(1)]
+    digest: Annotated[Ptr[U64], Inline(1)]
+    """0: it is not made yet."""
+
+
+class Sending(Struct):
+    """A room on its way to a node."""
+
+    room: U64
     push_left: U64
-    """So many bytes of that have not left,"""
+    """So many bytes of the header have not left,"""
     left: U64
     """of the block's,"""
     digest_left: U64
     """and of the digest's."""
-    digest: Annotated[Ptr[U64], Inline(1)]
 
 
 class Putter(Struct):
@@ -197,7 +230,7 @@ class Pusher(Struct):
     """NOBODY: it is free, or closed."""
     broken: U32
     """Python is to close it."""
-    rooms: Annotated[Ptr[U32], Inline(PUSHES)]
+    sendings: Annotated[Ptr[Sending], Inline(PUSHES)]
     first: U64
     """The first of them that has no verdict,"""
     count: U64
@@ -237,10 +270,12 @@ class Ended(Struct):
     """A put that has ended, for Python."""
 
     room: U32
-    node: U32
     why: U32
     """`_TAKEN`, or a reason."""
     namespace: U32
+    node_count: U32
+    nodes: Annotated[Ptr[U32], Inline(MOST_HOMES)]
+    """Those that have it."""
     key: U64
     rest_of_key: U64
     digest: U64
@@ -276,16 +311,22 @@ class Pushing(Struct):
     pushers: Ptr[Pusher]
     receivers: Ptr[Receiver]
     mine: Ptr[U32]
-    """By bucket, whether this node is one of its homes."""
+    """By bucket, whether this node is one of its homes,"""
+    homes: Ptr[U32]
+    """and which nodes are, `MOST_HOMES` each; NOBODY: there is none more."""
+    me: U64
+    """This node."""
     open: U64
-    """Whether clients may put so,"""
-    home_is_enough: U64
-    """also those that leave it to the agent what is to be waited for."""
+    """Whether clients may put so."""
+    default_ack: U64
+    """What is waited for where they do not say."""
     takes: U64
     """Whether blocks are taken."""
     serial: U64
     in_flight: U64
-    """Rooms that are pushed."""
+    """Rooms that are pushed;"""
+    batched: U64
+    """so many of them with others, whose answers go together."""
     unsent: U64
     """Whether any pusher has something that was not tried to be sent yet."""
     cut: U64
@@ -297,6 +338,8 @@ class Pushing(Struct):
     ended_count: U64
     landed: Ptr[Landed]
     landed_count: U64
+    scarce: U64
+    """Whether there are few landing places left."""
     wrong: U64
     """Blocks that came with other bytes than their digest's."""
     counters: Ptr[U64]
@@ -310,10 +353,12 @@ class Pushing(Struct):
 @native
 def is_put(at: U64, length: U64) -> bool:
     """Whether a message is of the form of a put that a client of ours says."""
-    if length != (_TICKET_WORD + 1) * WORD_BYTES:
+    first = (_TICKET_WORD + 1) * WORD_BYTES
+    if length < first or (length - first) % _ROOM_BYTES != 0:
         return False
     q = Question.at(at)
-    return q.kind == PUT and q.deadline_ms <= ACK_HOME
+    few = (length - first) // _ROOM_BYTES < MAX_MANY
+    return few and q.kind == PUT and q.deadline_ms <= ACK_REPLICAS
 
 
 @native
@@ -355,21 +400,34 @@ def _pusher_to(p: Pushing, node: U64) -> U64:
 @native
 def _is_being_put(p: Pushing, q: Question) -> bool:
     """Whether a room with the same block is pushed now."""
-    if p.in_flight != 0:
-        for i in range(ROOMS):
-            room = p.rooms[i]
+    left = 0 + p.in_flight
+    for number in range(NODES):
+        if left == 0:
+            return False
+        pusher = p.pushers[number]
+        for i in range(pusher.count):
+            room = p.rooms[pusher.sendings[(pusher.first + i) % PUSHES].room]
             push = room.push[0]
             same = push.key == q.key and push.rest_of_key == q.rest_of_key
-            if room.state == ROOM_PUSHED and same and room.namespace == q.namespace:
+            if same and room.namespace == q.namespace:
                 return True
     return False
 
 
 @native
-def _objection_to_put(p: Pushing, q: Question, place: U64) -> U64:
+def is_waited_for(p: Pushing, ack: U64, place: U64, node: U64) -> bool:
+    """Whether a node that is one of a block's homes, the first at place 0, is to have it before
+    a client is answered."""
+    if node == NOBODY or node == p.me:
+        return False
+    return ack == ACK_REPLICAS or (ack == ACK_HOME and place == 0)
+
+
+@native
+def _objection_to_put(p: Pushing, q: Question, place: U64, ack: U64) -> U64:
     """Why a put is not taken; _TAKEN if it is."""
     courier = p.courier[0]
-    if p.open == 0 or (q.deadline_ms == ACK_BY_DEFAULT and p.home_is_enough == 0):
+    if p.open == 0:
         return CLOSED
     if not may_look_up(courier, q):
         return NOT_READABLE
@@ -378,44 +436,84 @@ def _objection_to_put(p: Pushing, q: Question, place: U64) -> U64:
     if p.ended_count + p.in_flight >= ENDED:
         return FULL
     bucket = bucket_of_key(q.rest_of_key)
-    home = 0 + courier.homes[bucket]
-    if home == NOBODY:
+    homes = bucket * MOST_HOMES
+    if p.homes[homes] == NOBODY:
         return NO_HOME
     if courier.fetching[bucket] != 0 or may_be_here(courier, q) or _is_being_put(p, q):
         return HERE
     if asked_for(courier, q.namespace, q.key, q.rest_of_key) != MAX_ASKED:
         return HERE
-    number = _pusher_to(p, home)
-    if number == NODES:
-        p.wished = home + 1
-        return NO_CONNECTION
-    pusher = p.pushers[number]
-    if pusher.count == PUSHES or (pusher.count != 0 and pusher.namespace != q.namespace):
-        return FULL
+    for i in range(MOST_HOMES):
+        node = 0 + p.homes[homes + i]
+        if is_waited_for(p, ack, i, node):
+            number = _pusher_to(p, node)
+            if number == NODES:
+                p.wished = node + 1
+                return NO_CONNECTION
+            pusher = p.pushers[number]
+            other = pusher.count != 0 and pusher.namespace != q.namespace
+            if pusher.count == PUSHES or other:
+                return FULL
     return _TAKEN
 
 
 @native
 def hear_put(p: Pushing, client: U64, at: U64, length: U64, now_ns: U64) -> bool:
-    """A client says that a room of its own is a block, in memory that nobody else writes; False if
+    """A client says that rooms of its own are blocks, in memory that nobody else writes; False if
     it says no such thing."""
     if not is_put(at, length):
         return False
     courier = p.courier[0]
     q = Question.at(at)
+    first = (_TICKET_WORD + 1) * WORD_BYTES
+    further = at + first
+    count = 1
+    if length > first:
+        count += (length - first) // _ROOM_BYTES
+    batch = 0 + NOWHERE
+    if count > 1:
+        if courier.batches_open == BATCHES:
+            p.counters[FULL] += count
+            begin_answer(courier, client, q.number)
+            return True
+        batch = begin_batch(courier, client, count, q.number)
+    ack = 0 + q.deadline_ms
+    if ack == ACK_BY_DEFAULT:
+        ack = 0 + p.default_ack
     ticket = 0 + u64_at(at)[_TICKET_WORD]
-    place = _room_of(p, client, ticket)
-    why = _objection_to_put(p, q, place)
-    if why != _TAKEN:
-        p.counters[why] += 1
-        begin_answer(courier, client, q.number)
-        return True
+    for i in range(count):
+        if i != 0:
+            q.key = u64_at(further)[0]
+            q.rest_of_key = u64_at(further)[1]
+            ticket = 0 + u64_at(further)[2]
+            further += _ROOM_BYTES
+        place = _room_of(p, client, ticket)
+        why = _objection_to_put(p, q, place, ack)
+        if why == _TAKEN:
+            room = p.rooms[place]
+            room.batch = batch
+            room.place = i
+            room.push[0].behind = count - 1 - i
+            _put_room(p, q, place, ack, now_ns)
+        else:
+            p.counters[why] += 1
+            if batch == NOWHERE:
+                begin_answer(courier, client, q.number)
+            else:
+                answered_one(courier, batch)
+    return True
+
+
+@native
+def _put_room(p: Pushing, q: Question, place: U64, ack: U64, now_ns: U64) -> None:
+    """Have a room pushed to whoever is waited for, as this block; there is a way to each."""
+    courier = p.courier[0]
     room = p.rooms[place]
-    home = 0 + courier.homes[bucket_of_key(q.rest_of_key)]
     room.state = ROOM_PUSHED
-    room.node = home
     room.number = q.number
     room.asked_ns = now_ns
+    room.digest[0] = 0
+    room.why = 0 + _TAKEN
     push = room.push[0]
     push.number = p.serial
     p.serial += 1
@@ -425,51 +523,88 @@ def hear_put(p: Pushing, client: U64, at: U64, length: U64, now_ns: U64) -> bool
     push.size = room.size
     push.namespace = q.namespace
     push.padding = 0
-    push.more_padding = 0
-    room.push_left = size_of(Push)
-    room.left = room.size
-    room.digest_left = 0 + _DIGEST_BYTES
-    room.digest[0] = 0
-    pusher = p.pushers[_pusher_to(p, home)]
-    pusher.rooms[(pusher.first + pusher.count) % PUSHES] = place
+    p.in_flight += 1
+    if room.batch != NOWHERE:
+        p.batched += 1
+    count = 0
+    homes = bucket_of_key(q.rest_of_key) * MOST_HOMES
+    for i in range(MOST_HOMES):
+        node = 0 + p.homes[homes + i]
+        if is_waited_for(p, ack, i, node):
+            room.nodes[count] = node
+            count += 1
+            _push_to(p, p.pushers[_pusher_to(p, node)], place, now_ns)
+    room.node_count = count
+    room.waits = count
+    if count == 0:
+        _make_digest(p, room)
+        _put_ended(p, place, now_ns)
+
+
+@native
+def _push_to(p: Pushing, pusher: Pusher, place: U64, now_ns: U64) -> None:
+    """Have a room leave on a connection, which has room for it."""
+    room = p.rooms[place]
+    sending = pusher.sendings[(pusher.first + pusher.count) % PUSHES]
+    sending.room = place
+    sending.push_left = size_of(Push)
+    sending.left = room.size
+    sending.digest_left = 0 + _DIGEST_BYTES
     if pusher.count == 0:
         pusher.until_ns = now_ns + p.silence_ns
     pusher.count += 1
-    pusher.namespace = q.namespace
-    p.in_flight += 1
+    pusher.namespace = room.namespace
     p.unsent = 1
-    return True
 
 
 # --- pushing ----------------------------------------------------------------------------------
 
 
 @native
-def leaves_next(p: Pushing, pusher: Pusher) -> U64:
-    """The room that is to leave next; ROOMS if there is none."""
-    if pusher.broken != 0 or pusher.sent == pusher.count:
-        return 0 + ROOMS
-    return 0 + pusher.rooms[(pusher.first + pusher.sent) % PUSHES]
+def leaves_next(pusher: Pusher, after: U64) -> U64:
+    """Where that stands which is to leave next, `after` so many others; PUSHES if there is
+    none."""
+    if pusher.broken != 0 or pusher.sent + after >= pusher.count:
+        return 0 + PUSHES
+    return (pusher.first + pusher.sent + after) % PUSHES
 
 
 @native
-def has_left(p: Pushing, pusher: Pusher, place: U64, size: U64, now_ns: U64) -> None:
-    """So many more bytes of a room have left: of its header and its bytes, or of its digest."""
-    room = p.rooms[place]
+def has_left(p: Pushing, pusher: Pusher, size: U64, now_ns: U64) -> None:
+    """So many more bytes have left, of headers, of blocks and of their digests, as they follow each
+    other."""
     pusher.until_ns = now_ns + p.silence_ns
-    if room.push_left + room.left == 0:
-        room.digest_left -= size
-        if room.digest_left == 0:
-            pusher.sent += 1
-        return
-    some = size if size < room.push_left else 0 + room.push_left
-    room.push_left -= some
-    room.left -= size - some
-    if room.push_left + room.left == 0:
-        courier = p.courier[0]
-        call_reset(courier.reset, courier.state)
-        call_update(courier.update, courier.state, room.address, room.size)
-        room.digest[0] = _digest_or_1(call_digest(courier.digest, courier.state))
+    while size != 0:
+        sending = pusher.sendings[(pusher.first + pusher.sent) % PUSHES]
+        if sending.push_left + sending.left == 0:
+            some = _less_of(size, 0 + sending.digest_left)
+            sending.digest_left -= some
+            size -= some
+            if sending.digest_left == 0:
+                pusher.sent += 1
+            continue
+        some = _less_of(size, 0 + sending.push_left)
+        sending.push_left -= some
+        size -= some
+        some = _less_of(size, 0 + sending.left)
+        sending.left -= some
+        size -= some
+        room = p.rooms[sending.room]
+        if sending.push_left + sending.left == 0 and room.digest[0] == 0:
+            _make_digest(p, room)
+
+
+@native
+def _less_of(one: U64, other: U64) -> U64:
+    return one if one < other else other
+
+
+@native
+def _make_digest(p: Pushing, room: Room) -> None:
+    courier = p.courier[0]
+    call_reset(courier.reset, courier.state)
+    call_update(courier.update, courier.state, room.address, room.size)
+    room.digest[0] = _digest_or_1(call_digest(courier.digest, courier.state))
 
 
 @native
@@ -483,7 +618,7 @@ def is_verdict(p: Pushing, pusher: Pusher) -> bool:
     verdict = pusher.verdict[0]
     if pusher.sent == 0:
         return False
-    room = p.rooms[pusher.rooms[pusher.first]]
+    room = p.rooms[pusher.sendings[pusher.first].room]
     if room.push[0].number != verdict.number:
         return False
     return verdict.status == HAS_IT or verdict.status == HAS_IT_NOT
@@ -495,15 +630,12 @@ def verdict_came(p: Pushing, pusher: Pusher, now_ns: U64) -> None:
     if not is_verdict(p, pusher):
         end_pusher(p, pusher, now_ns)
         return
-    place = 0 + pusher.rooms[pusher.first]
-    pusher.first = (pusher.first + 1) % PUSHES
-    pusher.count -= 1
     pusher.sent -= 1
     pusher.until_ns = now_ns + p.silence_ns
     why = 0 + _TAKEN
     if pusher.verdict[0].status != HAS_IT:
         why = 0 + NOT_TAKEN
-    _put_ended(p, place, why, now_ns)
+    _first_ended(p, pusher, why, now_ns)
 
 
 @native
@@ -512,42 +644,62 @@ def end_pusher(p: Pushing, pusher: Pusher, now_ns: U64) -> None:
     pusher.broken = 1
     p.cut = 1
     while pusher.count != 0:
-        place = 0 + pusher.rooms[pusher.first]
-        pusher.first = (pusher.first + 1) % PUSHES
-        pusher.count -= 1
-        _put_ended(p, place, CUT_OFF, now_ns)
+        _first_ended(p, pusher, CUT_OFF, now_ns)
     pusher.sent = 0
 
 
 @native
-def _put_ended(p: Pushing, place: U64, why: U64, now_ns: U64) -> None:
-    """A room is pushed no more. If its home has the block, the client has the room no more, but the
-    next one, if it is for a block like that."""
+def _first_ended(p: Pushing, pusher: Pusher, why: U64, now_ns: U64) -> None:
+    """The first room on a connection is pushed there no more."""
+    place = 0 + pusher.sendings[pusher.first].room
+    pusher.first = (pusher.first + 1) % PUSHES
+    pusher.count -= 1
     room = p.rooms[place]
+    if why != _TAKEN:
+        room.why = why
+    room.waits -= 1
+    if room.waits == 0:
+        _put_ended(p, place, now_ns)
+
+
+@native
+def _put_ended(p: Pushing, place: U64, now_ns: U64) -> None:
+    """A room is pushed no more. If all that were waited for have the block, the client has the room
+    no more, but the next one, if it is for a block like that."""
+    room = p.rooms[place]
+    courier = p.courier[0]
+    why = 0 + room.why
     p.in_flight -= 1
     if why != _TAKEN:
         p.counters[why] += 1
+    at = 0
+    if room.batch != NOWHERE:
+        p.batched -= 1
+        at += answer_in(courier, room.batch, room.place)
+        answered_one(courier, room.batch)
+    elif room.client != NOBODY:
+        at += address_of(courier.answers[begin_answer(courier, room.client, room.number)])
     if why != _TAKEN and room.client != NOBODY:
         room.state = ROOM_GIVEN
-        begin_answer(p.courier[0], room.client, room.number)
         return
     room.state = ROOM_ENDED
     ended = p.ended[p.ended_count]
     p.ended_count += 1
     ended.room = place
-    ended.node = room.node
     ended.why = why
     ended.namespace = room.namespace
+    ended.node_count = room.node_count
+    for i in range(room.node_count):
+        ended.nodes[i] = room.nodes[i]
     ended.key = room.push[0].key
     ended.rest_of_key = room.push[0].rest_of_key
     ended.digest = room.digest[0]
     ended.elapsed_ns = now_ns - room.asked_ns
     if room.client == NOBODY:
         return
-    courier = p.courier[0]
-    answer = courier.answers[begin_answer(courier, room.client, room.number)]
+    answer = Answer.at(at)
     answer.status = PUT_HOME
-    answer.size = 1
+    answer.size = room.node_count + p.mine[bucket_of_key(room.push[0].rest_of_key)]
     answer.digest = room.digest[0]
     putter = p.putters[room.client]
     if putter.next_room != NOWHERE and room.named == 0:
@@ -637,8 +789,7 @@ def _may_land(landing: Landing, push: Push) -> bool:
 def is_push(receiver: Receiver) -> bool:
     """Whether a header is of a form that there is, and there is room for a verdict on it."""
     push = receiver.push[0]
-    padded = push.padding != 0 or push.more_padding != 0
-    return push.size != 0 and not padded and receiver.verdict_count < PUSHES
+    return push.size != 0 and push.padding == 0 and receiver.verdict_count < PUSHES
 
 
 @native
@@ -653,11 +804,18 @@ def push_came(p: Pushing, receiver: Receiver) -> None:
         p.cut = 1
         return
     if _is_taken_here(p, receiver):
+        free = 0
         for i in range(courier.landing_count):
             landing = courier.landings[i]
-            if receiver.landing == NOWHERE and _may_land(landing, push):
-                landing.state = LANDING_PUSHED
-                receiver.landing = i
+            if _may_land(landing, push):
+                free += 1
+                if receiver.landing == NOWHERE:
+                    landing.state = LANDING_PUSHED
+                    receiver.landing = i
+        if free <= SCARCE:
+            p.scarce = 1
+        if push.behind != 0 and free <= push.behind and courier.wanted_places <= push.behind:
+            courier.wanted_places = 1 + push.behind
     if receiver.landing == NOWHERE and push.size > MOST_UNWANTED:
         receiver.broken = 1
         p.cut = 1
@@ -728,7 +886,7 @@ assert PUSH.size == ctypes.sizeof(ctypes_of(Push))
 assert VERDICT.size == ctypes.sizeof(ctypes_of(Verdict))
 assert DIGEST.size == _DIGEST_BYTES
 assert ANSWER.size == ctypes.sizeof(ctypes_of(Answer)) - WORD_BYTES
-_ENDED: Final = struct.Struct("=IIII16sQQ")
+_ENDED: Final = struct.Struct(f"=IIII{4 * MOST_HOMES}s16sQQ")
 _LANDED: Final = struct.Struct("=IIII16s16sQII")
 assert _ENDED.size == ctypes.sizeof(ctypes_of(Ended))
 assert _LANDED.size == ctypes.sizeof(ctypes_of(Landed))
@@ -738,17 +896,23 @@ class PutEnded(NamedTuple):
     """An `Ended`, for Python."""
 
     room: int
-    node: int
     why: int
     namespace: int
+    node_count: int
+    all_nodes: bytes
     key: bytes
     digest: int
     elapsed_ns: int
 
     @property
     def is_taken(self) -> bool:
-        """Whether the block's home has it."""
+        """Whether those have the block that were waited for."""
         return self.why == _TAKEN
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """These."""
+        return struct.unpack_from(f"={self.node_count}I", self.all_nodes)
 
 
 class PushLanded(NamedTuple):
@@ -770,7 +934,7 @@ class Compiled(NamedTuple):
 
     hear_put: Callable[[int, int, int, int, int], bool]
     leaves_next: Callable[[int, int], int]
-    has_left: Callable[[int, int, int, int, int], None]
+    has_left: Callable[[int, int, int, int], None]
     verdict_came: Callable[[int, int, int], None]
     end_pusher: Callable[[int, int, int], None]
     expire_pushes: Callable[[int, int], None]

@@ -1,13 +1,22 @@
 """Addresses as people write them: HOST:PORT, and whether a host is this machine.
 
-Owns: the one parser and the one printer of HOST:PORT. Must not know: sockets.
+Owns: the one parser and the one printer of HOST:PORT, and the ports that daemons have unless they
+are told others. Must not know: sockets.
 """
 
 from __future__ import annotations
 
 import ipaddress
+from typing import Final
 
 from kvcast.service.values import TextError
+
+P4RUNTIME_PORT: Final = 9559
+"""As IANA has it."""
+AGENTS_PORT: Final = 9600
+"""Where the controller takes agents;"""
+HTTP_PORT: Final = 9601
+"""and operators."""
 
 
 def parse_host_port(text: str, *, default_host: str = "127.0.0.1") -> tuple[str, int]:

@@ -15,9 +15,11 @@ is used at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, cast
@@ -37,6 +39,14 @@ IMPATIENT_TURNS: Final = 16
 end, or what lies between, is slower than this one."""
 LOW_WATER_BYTES: Final = 128 * 1024
 """Of a block that is coming, so much is waited for before it is read, or what is left of it."""
+LEAST_WINDOW_BYTES: Final = 16 * 1024
+"""What the other end may always send before it is read, so that a connection is never still for
+longer than its way takes;"""
+LEAST_SEGMENTS: Final = 8
+"""and so many segments of the network."""
+MOST_WINDOW_BYTES: Final = 1 << 30
+"""What the kernel thinks right."""
+_SO_BUF_LOCK: Final = 72
 _SELECTABLE: Final = 1024
 """Descriptors below this can be waited for by select(2), which counts microseconds."""
 
@@ -93,6 +103,8 @@ class LinkDriver(asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._low_water_bytes = 1
         """The socket says that it can be read when so much is there."""
+        self._window_bytes = MOST_WINDOW_BYTES
+        """What the other end may send before it is read, at most."""
         self._direct = False
         """The last buffer given was the core's own."""
         self._full = False
@@ -189,10 +201,20 @@ class LinkDriver(asyncio.BufferedProtocol):
         sock, link = self._socket, self.link
         assert link is not None
         left = TURN_BYTES
+        limited = False
         now = self._loop.time()
         patience = _Patience(sock, self._may_wait())
         lander = self._lander
         while sock is not None and left > 0 and link.wants_bytes:
+            if link.rooms:
+                if limited:
+                    break  # who asks is waited for, and there may be no more just now
+                allowed = link.receivable_bytes(now)
+                self._set_window(sock, link.window_bytes)
+                if not allowed:
+                    break
+                limited = allowed < sys.maxsize
+                left = min(left, allowed)
             if lander is not None and link.rooms:
                 lander.low_water_bytes = self._low_water_bytes
                 landed = lander.land(link.rooms, left, patient=patience.allowed)
@@ -208,7 +230,7 @@ class LinkDriver(asyncio.BufferedProtocol):
                     break
                 continue
             rooms = link.destinations()
-            views = rooms or [self._scratch[: link.scratch_bytes]]
+            views = _up_to(rooms, left) or [self._scratch[: link.scratch_bytes]]
             self._set_low_water(sock, link)
             try:
                 size = sock.recvmsg_into(views)[0]
@@ -232,8 +254,23 @@ class LinkDriver(asyncio.BufferedProtocol):
         self._note_wait(patience)
         self.flush()
 
+    def _set_window(self, sock: socket.socket, size_bytes: int) -> None:
+        size_bytes = min(max(size_bytes, LEAST_WINDOW_BYTES), MOST_WINDOW_BYTES)
+        if size_bytes != self._window_bytes:
+            self._window_bytes = size_bytes
+            if size_bytes < MOST_WINDOW_BYTES:
+                # A window of few segments would be closed most of the time.
+                segment_bytes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
+                size_bytes = max(size_bytes, LEAST_SEGMENTS * segment_bytes)
+                # The kernel enlarges buffers by itself, and with them windows, unless it is told.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size_bytes)
+            else:
+                with contextlib.suppress(OSError):  # Linux before 5.14: it stays as it is
+                    sock.setsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK, 0)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, size_bytes)
+
     def _set_low_water(self, sock: socket.socket, link: LinkStream[Any]) -> None:
-        size_bytes = min(LOW_WATER_BYTES, link.least_bytes)
+        size_bytes = min(LOW_WATER_BYTES, link.least_bytes, self._window_bytes // 4)
         if size_bytes != self._low_water_bytes:
             self._low_water_bytes = size_bytes
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
@@ -383,6 +420,16 @@ class LinkDriver(asyncio.BufferedProtocol):
         if self.link is not None:
             self.link.handle_timer(self._loop.time())
         self.flush()
+
+
+def _up_to(views: Sequence[memoryview], at_most: int) -> list[memoryview]:
+    """The first of these bytes."""
+    cut = []
+    for view in views:
+        if at_most > 0:
+            cut.append(view[:at_most])
+        at_most -= len(view)
+    return cut
 
 
 _moving: Final[set[LinkDriver]] = set()

@@ -310,7 +310,7 @@ def _make_parser(kind: type[CommonOptions], options: _Options) -> _Parser:
 
 
 def _add(group: argparse._ArgumentGroup, dest: str, default: object, stated: _Option) -> None:
-    shown = stated.shown(default)
+    shown = "" if "(default: " in stated.text else stated.shown(default)
     text = f"{stated.text} ({shown})" if shown else stated.text
     text = text.replace("%", "%%")
     flag = _flag_of(dest)

@@ -453,14 +453,14 @@ class SimAgent(Process):
                 open_stream=lambda node_id: host.network.open_bulk(host, node_id),
                 settled=self._settled,
             )
-            self.bulk.give_to = self.conveyors.give_to
+            self.bulk.give_to = self.conveyors.accept
             self.pushes = _pushes_of(host, core, self.courier, cast(Serving, self.bulk.served))
             self.push_side = PushSide(
                 *(host.world, self, core, self.pushes),
                 open_stream=lambda node_id: host.network.open_bulk(host, node_id),
                 settled=self._settled,
             )
-            self.bulk.take_from = self.push_side.take_from
+            self.bulk.take_from = self.push_side.accept
         self._alarm = Alarm(host.world, lambda: host.when_running(self, self._wake))
         self._control = ControlCaller(
             core, CONTROL, self._registration(), rng, core.metrics, self._flush
@@ -555,14 +555,14 @@ class SimAgent(Process):
             self._end_courier()
             self.pump()
             return
-        for node, datagram in courier.hear(number, question, self.now):
-            self._follow_pool()
-            wrap = self._wrap.get(node)
-            if wrap is not None:
-                self.core.metrics.frames_sent_total += 1
-                self.host.send(wrap.wrap(datagram))
+        self._send_reads(courier.hear(number, question, self.now))
         self._end_courier()
         self.pump()
+
+    def _send_reads(self, reads: list[tuple[int, bytes]]) -> None:
+        self._follow_pool()
+        for node, datagram in reads:
+            self._send(node, datagram)
 
     def _courier_first(self, why: int) -> bool:
         assert self.courier is not None
@@ -613,7 +613,7 @@ class SimAgent(Process):
         """Send and call what the core wants sent and called; to be done after any event."""
         core = self.core
         core.requester.check()
-        if core.outbox.calls:
+        if core.outbox.waits:
             if self.rdma is not None:
                 self.rdma.take()
             self.bulk.dispatch()
@@ -639,6 +639,7 @@ class SimAgent(Process):
         when = self.core.get_timer(self.now)
         if self.courier is not None:
             times = (when, self.courier.expire(self.now), self.push_side.expire())
+            self._send_reads(self.courier.reads_to_send())
             self._end_courier()
             when = min((each for each in times if each is not None), default=None)
         if when is not None:

@@ -1,4 +1,4 @@
-"""Two tenants that take all they can get of one home, by TCP.
+"""Two tenants that take all they can get of one home, or put there all they can, by TCP.
 
 Owns: what they ask for, and what each must have got of the home's link by its weight, as a plain
 sum over the time in which both were there all along. Must not know: how the product shares a link
@@ -15,13 +15,18 @@ from kvcast.protocol.links.stream import LinkStream
 from kvcast.protocol.messages.bulk import (
     BULK_PROTOCOL_VERSION,
     DONE,
+    HELD,
     MAX_BULK_MESSAGE_BYTES,
     BulkBlocks,
     BulkGet,
     BulkHello,
+    BulkPut,
+    BulkTaken,
     CalleeMessage,
+    PutHeader,
     WantedBlock,
 )
+from kvcast.protocol.messages.wire import digest_of
 from kvcast.simulation.agent import SimAgent, SimHost
 from kvcast.simulation.cluster import Cluster
 from kvcast.simulation.model import ViolationError
@@ -76,6 +81,36 @@ class _Caller(LinkStream[CalleeMessage]):
         self._close(now)
 
 
+class _Putter(LinkStream[CalleeMessage]):
+    """Puts the same block again and again. The home has it already, and reads its bytes all the
+    same, since they follow at once."""
+
+    def __init__(self, node_id: str, put: BulkPut, content: bytes) -> None:
+        super().__init__(CalleeMessage, max_message_bytes=MAX_BULK_MESSAGE_BYTES)
+        self.refused = False
+        self._put = put
+        self._content = memoryview(content)
+        self._send(BulkHello(BULK_PROTOCOL_VERSION, node_id))
+        for _ in range(2):
+            self._put_all()
+
+    def _put_all(self) -> None:
+        self._send(self._put)
+        for _ in self._put.blocks:
+            self._send_block(self._content)
+
+    def _message(self, now: float, message: CalleeMessage) -> None:
+        if isinstance(message, BulkTaken) and set(message.statuses) == {HELD}:
+            self._put_all()
+        else:
+            self.refused = True
+            self._close(now)
+
+    def end(self, now: float) -> None:
+        """Put nothing more."""
+        self._close(now)
+
+
 class Blast:
     """One home's link, from `begin` to `end`. ViolationError where weights did not count."""
 
@@ -85,7 +120,9 @@ class Blast:
         self._process = home.process
         self._rng = cluster.world.stream(f"fault/{number}/blast")
         self._namespaces = list(cluster.plan.rights)[:2]
-        self._callers: list[_Caller] = []
+        self._puts = self._rng.random() < 0.5
+        self._block = self._rng.randbytes(BLOCK_BYTES)
+        self._callers: list[_Caller | _Putter] = []
         self._drivers: list[StreamDriver] = []
         self._sent: Counter[int] = Counter()
         self._faults_then = 0
@@ -106,7 +143,7 @@ class Blast:
             if (
                 not users
                 or key is None
-                or not cluster.put(users[0].number, namespace, key, self._content())
+                or not cluster.put(users[0].number, namespace, key, self._block)
             ):
                 return False
             wanted[namespace] = key, users
@@ -115,9 +152,6 @@ class Blast:
         self._watch()
         cluster.world.after(BEGINS_S, lambda: self._ask(wanted))
         return True
-
-    def _content(self) -> bytes:
-        return self._rng.randbytes(BLOCK_BYTES)
 
     def _key_of_home(self, namespace: int) -> bytes | None:
         """A key of which the home is the first."""
@@ -129,21 +163,36 @@ class Blast:
 
     def _watch(self) -> None:
         assert self._process is not None
-        departures = self._process.core.departures
-        sent = departures.sent
+        core = self._process.core
+        shared = core.arrivals if self._puts else core.departures
+        sent = shared.sent
 
         def watched(now: float, namespace: int, size_bytes: int) -> None:
             self._sent[namespace] += size_bytes
             sent(now, namespace, size_bytes)
 
-        departures.sent = watched  # type: ignore[method-assign]
+        shared.sent = watched  # type: ignore[method-assign]
+
+    def _caller(self, node_id: str, namespace: int, key: bytes) -> _Caller | _Putter | None:
+        if not self._puts:
+            return _Caller(node_id, namespace, key)
+        assert self._process is not None
+        pool = self._process.core.pool
+        meaning = pool.meaning_of(namespace) if pool is not None else None
+        if pool is None or meaning is None:
+            return None
+        header = PutHeader(key, BLOCK_BYTES, digest_of(self._block))
+        put = BulkPut(namespace, pool.epoch, meaning, [header] * BLOCKS, True)
+        return _Putter(node_id, put, self._block)
 
     def _ask(self, wanted: dict[int, tuple[bytes, list[SimHost]]]) -> None:
         cluster = self._cluster
         for namespace, (key, users) in wanted.items():
             for number in range(CONNECTIONS):
                 host = users[number % len(users)]
-                caller = _Caller(host.options.node_id, namespace, key)
+                caller = self._caller(host.options.node_id, namespace, key)
+                if caller is None:
+                    continue
                 end = cluster.open_bulk(host, self._home.options.node_id)
                 self._callers.append(caller)
                 self._drivers.append(
@@ -176,13 +225,14 @@ class Blast:
         if abs(got - due) > _TOLERANCE:
             raise ViolationError(
                 0,
-                f"of what two tenants got of host {process.host.number} by TCP, the first got "
-                f"{got:.2f}, and by its weight {due:.2f}, in {span_s:.2f} s",
+                f"of what two tenants {'put to' if self._puts else 'got of'} host "
+                f"{process.host.number} by TCP, the first had {got:.2f}, and by its weight "
+                f"{due:.2f}, in {span_s:.2f} s",
             )
         if total > rate * span_s + _AT_ONCE_BYTES:
             raise ViolationError(
                 0,
-                f"host {process.host.number} sent {total} bytes by TCP in {span_s:.2f} s, which "
+                f"host {process.host.number} moved {total} bytes by TCP in {span_s:.2f} s, which "
                 "its link does not carry",
             )
 
@@ -192,7 +242,9 @@ class Blast:
         cluster, process = self._cluster, self._home.process
         span_s = cluster.world.now - self._since if self._since is not None else 0.0
         alone = cluster.faults_on == 1 and cluster.faults_begun == self._faults_then
-        there = all(not caller.closed and not caller.refused for caller in self._callers)
+        there = len(self._callers) == 2 * CONNECTIONS and all(
+            not caller.closed and not caller.refused for caller in self._callers
+        )
         if process is None or process is not self._process or span_s < LEAST_S:
             return None
         weighed = all(

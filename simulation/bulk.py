@@ -22,7 +22,7 @@ from kvcast.protocol.messages import bulk
 from kvcast.protocol.messages.bulk import BulkPut, PutHeader, WantedBlock
 from kvcast.protocol.messages.wire import BlockId
 from kvcast.simulation.streams import Process, StreamDriver, StreamEnd
-from kvcast.simulation.world import World
+from kvcast.simulation.world import Alarm, World
 
 CONNECTIONS: Final = (1, 2, 4)
 """Connections to one node in a run, one of these: with few, calls wait for each other."""
@@ -112,7 +112,8 @@ class BulkSide:
         self._pump = pump
         self._options = bulk_options(world)
         self._link = BulkCaller(
-            core.options.node_id, self._options, core.metrics, core.serving.view
+            *(core.options.node_id, self._options, core.metrics, core.serving.view),
+            *(core.weight_of, core.departures),
         )
         self.served = Watched(core.serving, acknowledged)
         self.listens = True
@@ -122,6 +123,7 @@ class BulkSide:
         """and one that it pushes on."""
         self._pool: Pool | None = None
         self._calling: dict[BulkConnection, StreamDriver] = {}
+        self._alarm = Alarm(world, lambda: process.when_running(self._wake))
         self._serving: dict[StreamDriver, None] = {}
 
     def die(self, *, machine: bool) -> None:
@@ -142,6 +144,9 @@ class BulkSide:
         calls = list(core.outbox.calls)
         core.outbox.calls.clear()
         self._link.ask(now, *calls)
+        if core.outbox.unwanted:
+            core.outbox.unwanted = False
+            self._link.end_unwanted(now)
         self._world.after(0.0, lambda: self._process.when_running(self._act))
 
     def _act(self) -> None:
@@ -155,7 +160,13 @@ class BulkSide:
                 case _ if (driver := self._calling.get(instruction.connection)) is not None:
                     driver.flush()
         self._link.check()
+        if (when := self._link.get_timer()) is not None:
+            self._alarm.set(max(self._process.world_time(when), self._world.now) + 1e-7)
         self._pump()
+
+    def _wake(self) -> None:
+        self._link.handle_timer(self._process.now)
+        self._act()
 
     def _connect(self, connection: BulkConnection) -> None:
         driver = self._calling[connection] = StreamDriver(
@@ -185,6 +196,7 @@ class BulkSide:
             self._options,
             metrics,
             departures=self._core.departures,
+            arrivals=self._core.arrivals,
         )
 
         def changed() -> None:

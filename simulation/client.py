@@ -129,13 +129,15 @@ class Client:
         gather_ms: int = 0,
         group: int = 0,
         expect: bool = False,
+        gives_up_s: float | None = None,
         then: Callable[[Name, bool], None] | None = None,
     ) -> None:
-        """Get blocks of one namespace, look at their bytes, hold them for a while, look again."""
+        """Get blocks of one namespace, look at their bytes, hold them for a while, look again. Or
+        wait no longer than `gives_up_s` for what the agent itself was asked for."""
         host, model = self._host, self._model
         namespace = names[0][0]
         due = host.world.now + deadline_s / host.options.clock_rate
-        patient = deadline_s >= PATIENT_S
+        patient = deadline_s >= PATIENT_S and gives_up_s is None
         tokens = [
             model.begins(
                 host.number,
@@ -162,6 +164,15 @@ class Client:
         if not asked:
             return
         number = self._number()
+        numbers = [number]
+
+        def give_up() -> None:
+            if not self.closed:
+                self._session.handle(self.agent.now, local.Release([], numbers))
+                self.agent.pump()
+
+        if gives_up_s is not None:
+            host.world.after(gives_up_s, lambda: host.when_running(self.agent, give_up))
 
         def answered(reply: local.AgentReply) -> None:
             blocks: list[local.GotBlock]
@@ -191,6 +202,7 @@ class Client:
                 answered(by_courier)
                 return
             rest = self._number()
+            numbers.append(rest)
             left_s = max(0.0, deadline_s - (self.agent.now - began))
 
             def merged(reply: local.AgentReply) -> None:
@@ -360,8 +372,11 @@ class Client:
             if then is not None:
                 then(result.status)
 
+        def is_home() -> bool:
+            return core.pool is not None and core.pool.is_home(BlockId(*name))
+
         def by_a_message() -> None:
-            if core.pool is not None and core.pool.is_home(BlockId(*name)):
+            if is_home():
                 # What follows makes this host one of those that have the block.
                 model.acknowledged(host.number, host.memory_lives, name)
             self._ask(local.Commit(number, [ticket]), number, committed)
@@ -370,7 +385,17 @@ class Client:
         if self._courier is None or meaning is None:
             by_a_message()
             return
-        self._asked_to_put[number] = lambda home: committed(home) if home else by_a_message()
+        was_home = is_home()
+
+        def by_the_courier(put: local.Committed | None) -> None:
+            if put is None:
+                by_a_message()
+                return
+            if was_home or is_home():
+                model.acknowledged(host.number, host.memory_lives, name)
+            committed(put)
+
+        self._asked_to_put[number] = by_the_courier
         question = PUT_QUESTION.pack(
             *(PUT, name[0], ACK_BY_DEFAULT, number, name[1], meaning, ticket)
         )

@@ -63,6 +63,10 @@ what clients read, and give out replicas."""
 SLAB_BYTES: Final = 64 * 1024
 FORM_S: Final = 4.0
 """By when a pool without faults must have formed."""
+_GIVES_UP: Final = 0.1
+"""How often a client gives a get up,"""
+_GIVES_UP_WITHIN_S: Final = 0.2
+"""after so long at most."""
 HEAL_S: Final = 8.0
 """After the last fault: time-outs, leases, reconnections and restarts all fit into it."""
 
@@ -547,6 +551,7 @@ class Cluster:
                         gather_ms=op.gather_ms,
                         group=group,
                         expect=expect,
+                        gives_up_s=self._gives_up_s(op, number),
                         then=functools.partial(self._shed, number) if op.sheds else None,
                     )
                 case "put":
@@ -569,6 +574,11 @@ class Cluster:
                     )
 
         host.when_running(client.agent, act)
+
+    def _gives_up_s(self, op: Op, number: int) -> float | None:
+        """After how long a client waits no more for this get, if it does not wait to the end."""
+        rng = self.world.stream(f"gives up/{op.number}/{number}")
+        return rng.uniform(0.0, _GIVES_UP_WITHIN_S) if rng.random() < _GIVES_UP else None
 
     def _group_get(self, op: Op) -> None:
         """One of a reader group asks; the others are told to expect the blocks. Or they find each

@@ -24,6 +24,8 @@ UNIT_BYTES: Final = 4096
 SLAB_BYTES: Final = 32 * UNIT_BYTES
 HIGH_SHARES: Final = (0.5, 0.05, 0.0)
 """How full DRAM is when copies go down, one of these: much does."""
+_BY_LOAD: Final = 0.25
+"""How often that is the tier's own to say."""
 SIZES: Final = (4, 12)
 """Slabs that a disk has."""
 CLUSTER: Final = "cluster"
@@ -70,6 +72,8 @@ class DiskSide(TierSide[Order]):
         self.clock_error_s = rng.choice((0.0, 0.0, 0.0, -500.0, 3.0, 500.0))
         high = rng.choice(HIGH_SHARES)
         rules = replace(_RULES, high_share=high, low_share=0.7 * high)
+        if self._world.stream(f"marks/{self._node_id}").random() < _BY_LOAD:
+            rules = _RULES
         tier = self.tier = SsdTier(
             rules, self._core.store, self._core.memory, [formatted], self.epoch_s
         )

@@ -304,7 +304,10 @@ class StreamDriver:
             if not rooms:
                 link.received(self._process.now, self.end.read(PIECE_BYTES))
             else:
-                data = left = self.end.read(sum(map(len, rooms)))
+                allowed = link.receivable_bytes(self._process.now)
+                if not allowed:
+                    break
+                data = left = self.end.read(min(sum(map(len, rooms)), allowed))
                 for room in rooms:
                     part = min(len(room), len(left))
                     room[:part] = left[:part]

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from kvcast.service.addresses import P4RUNTIME_PORT
 from kvcast.service.options import HelpFormatter
 
 _MARKS = frozenset({"-i", "--interface", "--no-p4", "--log-console", "--thrift-port", "--"})
@@ -106,7 +107,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("-i", "--interface", action="append", default=[], metavar="N@IF", help="interface as port")
     add("--no-p4", action="store_true", help="start without a program")
     add("--device-id", default="0", metavar="N", help="P4Runtime device id")
-    add("--grpc-server-addr", default="0.0.0.0:9559", metavar="HOST:PORT", help="P4Runtime server")
+    anywhere = f"0.0.0.0:{P4RUNTIME_PORT}"
+    add("--grpc-server-addr", default=anywhere, metavar="HOST:PORT", help="P4Runtime server")
     add("--grpc-server-ssl", action="store_true", help="serve with TLS")
     add("--grpc-server-cacert", metavar="PEM", help="authority of the clients' certificates")
     add("--grpc-server-cert", metavar="PEM", help="the server's certificate")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Final, get_args
 
-from kvcast.service.addresses import is_loopback
+from kvcast.service.addresses import P4RUNTIME_PORT, is_loopback
 from kvcast.service.options import (
     CommonOptions,
     OptionsError,
@@ -111,7 +111,7 @@ class ControlFlags:
 
     grpc_addr: tuple[str, int] = address(
         "where P4Runtime listens; port 0 = pick one, the ready line says which",
-        default=("127.0.0.1", 9559),
+        default=("127.0.0.1", P4RUNTIME_PORT),
     )
     device_id: int = option("P4Runtime device id", default=1, parse=int, metavar="N")
     strict: bool = either(

@@ -55,6 +55,10 @@ RDMA_MAC: Final = "02:6b:76:00:00:fa"
 DEVICE: Final = "rxe0"
 """The name of a machine's RDMA device."""
 MEMORY_MIB: Final = 640
+DEVICE_MIB: Final = 64
+"""Of memory beyond that, which the kernel takes for persistent memory."""
+MEMORY_DEVICE: Final = "/dev/dax0.0"
+"""What it makes of it."""
 WINDOW_SEGMENTS: Final = 64
 """Of 64 chunks of a KiB: what a reader asks for at once while answers are shared."""
 _CACHE: Final = "/tmp/cache"
@@ -76,6 +80,15 @@ exec > {folder}/log 2>&1
 mkdir -p /dev/pts /dev/shm; mount -t devpts devpts /dev/pts; mount -t tmpfs shm /dev/shm
 for m in crc32_generic configfs rdma_rxe rdma_ucm veth; do modprobe -d {modules} $m; done
 mount -t configfs configfs /sys/kernel/config
+for m in nd_e820 dax_pmem device_dax; do modprobe -d {modules} $m; done
+(
+  cd /sys/bus/nd
+  cat /proc/sys/kernel/random/uuid > devices/dax0.0/uuid
+  echo ram > devices/dax0.0/mode
+  echo 2097152 > devices/dax0.0/align
+  echo namespace0.0 > devices/dax0.0/namespace
+  echo dax0.0 > drivers/dax_pmem/bind
+)
 ip link set lo up
 ip link set eth0 mtu {mtu} up
 ip address add {ip}/24 dev eth0
@@ -261,6 +274,7 @@ class Machine:
         shares += [(f"visible{n}", folder, True) for n, folder in enumerate(visible)]
         append = [
             *("console=ttyS0", "quiet", "panic=-1", "mitigations=off", "nokaslr", "tsc=reliable"),
+            f"memmap={DEVICE_MIB}M!{MEMORY_MIB}M",
             f"kvcast.shared={shared}",
             f"kvcast.script={script}",
             f"kvcast.visible={','.join(map(str, visible))}",
@@ -271,7 +285,7 @@ class Machine:
             *("nice", "-n", "5", "qemu-system-x86_64"),
             *("-name", f"{self.host.node_id},debug-threads=on"),
             *("-M", "pc,usb=off", "-cpu", _PROCESSOR, "-accel", "tcg,thread=multi,tb-size=96"),
-            *("-smp", "2", "-m", str(MEMORY_MIB), "-nodefaults", "-no-user-config"),
+            *("-smp", "2", "-m", str(MEMORY_MIB + DEVICE_MIB), "-nodefaults", "-no-user-config"),
             *("-display", "none", "-no-reboot", "-serial", f"file:{self.folder / 'console'}"),
             *("-kernel", str(image.kernel), "-initrd", str(image.initramfs)),
             *("-append", " ".join(append)),
@@ -463,7 +477,7 @@ class MachineNetwork(TunnelNetwork):
             # Emulated processors are some fifty times slower, so readers are further apart, and
             # silence is no loss for longer.
             *("--gather-max=200", f"--window-shared={WINDOW_SEGMENTS}"),
-            *("--rto-initial=10", "--rto-min=5", "--rto-max=10", "--quiet=0.5"),
+            *("--rto-initial=10", "--rto-min=5", "--rto-max=10", "--quiet=1"),
         ]
 
     def _set_address(self, address: str) -> None:

@@ -28,6 +28,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvcast.service.addresses import AGENTS_PORT, HTTP_PORT, P4RUNTIME_PORT
 from kvcast.topologies.network import NetworkError
 from kvcast.topologies.star import Host, Star
 
@@ -133,9 +134,9 @@ class NamespaceNetwork:
     def __init__(self, star: Star) -> None:
         self.star = star
         self.tag = f"kvc{os.getpid()}x{secrets.token_hex(2)}"
-        self.grpc_address = ("127.0.0.1", 9559)
-        self.agents_address = (_SWITCH_MANAGEMENT, 9600)
-        self.http_address = (_SWITCH_MANAGEMENT, 9601)
+        self.grpc_address = ("127.0.0.1", P4RUNTIME_PORT)
+        self.agents_address = (_SWITCH_MANAGEMENT, AGENTS_PORT)
+        self.http_address = (_SWITCH_MANAGEMENT, HTTP_PORT)
         self._made = False
 
     def namespace(self, part: str) -> str:

@@ -34,7 +34,8 @@ class PartError(RuntimeError):
 def die_with_parent() -> Callable[[], None] | None:
     """A `preexec_fn` that has the kernel kill the child when its parent thread ends.
 
-    None where the system has no such thing (only Linux does).
+    None where the system has no such thing (only Linux does). A process that uses gRPC, too, has to
+    turn its handlers of forks off before it imports that (`kvcast.bench`).
     """
     if not sys.platform.startswith("linux"):
         return None

@@ -14,10 +14,10 @@ from __future__ import annotations
 import random
 import socket
 
+from kvcast.service.addresses import AGENTS_PORT, HTTP_PORT, P4RUNTIME_PORT
 from kvcast.topologies.network import NetworkError
 from kvcast.topologies.star import Host, Star
 
-_GRPC_PORT, _AGENTS_PORT, _HTTP_PORT = 9559, 9600, 9601
 _CLAIM, _SWITCH_SIDE, _NODE_SIDE, _BULK = 19999, 20000, 21000, 22000
 _TRIES = 50
 
@@ -32,9 +32,9 @@ class TunnelNetwork:
 
     def _set_address(self, address: str) -> None:
         self.address = address
-        self.grpc_address = (address, _GRPC_PORT)
-        self.agents_address = (address, _AGENTS_PORT)
-        self.http_address = (address, _HTTP_PORT)
+        self.grpc_address = (address, P4RUNTIME_PORT)
+        self.agents_address = (address, AGENTS_PORT)
+        self.http_address = (address, HTTP_PORT)
 
     def up(self) -> None:
         """Find a loopback address on which every port that the pool needs is free."""
@@ -91,7 +91,7 @@ class TunnelNetwork:
         return True
 
     def _is_free(self, address: str) -> bool:
-        wanted = [(socket.SOCK_STREAM, port) for port in (_GRPC_PORT, _AGENTS_PORT, _HTTP_PORT)]
+        wanted = [(socket.SOCK_STREAM, port) for port in (P4RUNTIME_PORT, AGENTS_PORT, HTTP_PORT)]
         for host in self.star.hosts:
             wanted += [
                 (socket.SOCK_DGRAM, _SWITCH_SIDE + host.switch_port),

@@ -61,13 +61,16 @@ class Server:
         model: Path,
         *flags: str,
         transfer: dict[str, Any],
+        processor: int | None = None,
     ) -> AsyncIterator[Server]:
-        """A server on that address, with the connector said in `transfer`; ends with the block."""
+        """A server on that address, with the connector said in `transfer`; ends with the block.
+        `processor`: the one that it computes on, and no other; None: any."""
         host, port = address
         events = f"ipc://{folder / name}.events"
         part = Part(
             name,
             [
+                *(() if processor is None else ("taskset", "--cpu-list", str(processor))),
                 *(str(python), "-m", "vllm.entrypoints.openai.api_server"),
                 *("--model", str(model), "--served-model-name", MODEL),
                 *("--host", host, "--port", str(port), "--enforce-eager"),

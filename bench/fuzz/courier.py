@@ -29,7 +29,7 @@ from kvcast.hostagent.network.lander import hashing
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.protocol.conveyor import GIVEN_HERE, NOT_HERE, REPLY, REQUEST
-from kvcast.protocol.courier import CLIENT_HERE
+from kvcast.protocol.courier import CLIENT_HERE, MOST_REPAIRS
 from kvcast.protocol.messages import local, shared
 from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Registered
@@ -48,7 +48,9 @@ from kvcast.protocol.messages.questions import (
 from kvcast.protocol.messages.wire import (
     CHUNKINGS,
     FLAG_LAST,
+    FLAG_PARTIAL,
     FLAG_SHARED,
+    FULL_SEGMENT,
     HEADER_BYTES,
     KEY_BYTES,
     MISS_NOT_FOUND,
@@ -408,6 +410,12 @@ class Stand:
         self.now += seconds
         self.courier.prepare(self.now)
         self.courier.expire(self.now)
+        for node, datagram in self.courier.reads_to_send():
+            frame = decode(datagram)
+            assert node == HOME
+            assert frame.flags == FLAG_PARTIAL
+            assert 0 < frame.wanted < FULL_SEGMENT
+            self.reads.append(datagram)
         self.settle()
         self.core.handle_timer(self.now)
         self._send_nothing()
@@ -449,7 +457,8 @@ class Stand:
     def end(self) -> None:
         """Everybody goes; AssertionError where something is still held then, or unanswered."""
         self.pass_time(0.2)
-        self.pass_time(4.0)
+        for _ in range(MOST_REPAIRS + 1):
+            self.pass_time(4.0)
         self.end_conveyor()
         assert not any(self.asked), f"without an answer: {self.asked}"
         for client in range(2):

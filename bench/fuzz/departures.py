@@ -73,11 +73,11 @@ class BulkDeparturesHarness(StreamHarness):
 
     def run(self, data: bytes) -> None:
         agent = self._agent
-        shared = departures.Departures(RATE_BYTES_PER_S)
+        shared, arriving = (departures.Departures(RATE_BYTES_PER_S) for _ in range(2))
 
         def callee() -> bulk_callee.BulkCallee[Copy]:
             return bulk_callee.BulkCallee(
-                0.0, agent.serving, BulkOptions(), agent.metrics, departures=shared
+                *(0.0, agent.serving, BulkOptions(), agent.metrics, None, shared, arriving)
             )
 
         first, other = callee(), callee()
@@ -89,9 +89,13 @@ class BulkDeparturesHarness(StreamHarness):
             assert now < WITHIN_S or sent_bytes >= BLOCKS * BLOCK_BYTES, (
                 f"{sent_bytes} bytes have left for the other tenant in {WITHIN_S} s"
             )
+            arriving.sent_by_reads(now, OTHER, 1)  # so somebody else is there all the time
             if left and first.wants_bytes and not first.closed:
-                first.received(now, left[:_PIECE_BYTES])
-                left = left[_PIECE_BYTES:]
+                size = _PIECE_BYTES
+                if first.rooms:
+                    size = min(size, first.receivable_bytes(now))
+                first.received(now, left[:size])
+                left = left[size:]
             elif now >= WITHIN_S or first.closed:
                 left = b""
             first.bytes_to_send(now, 4 * _PIECE_BYTES)
@@ -106,6 +110,7 @@ class BulkDeparturesHarness(StreamHarness):
         for link in (first, other):
             link.lost(now)
         assert not shared._waiting, "who is gone waits"
+        assert not arriving._waiting, "who is gone waits"
         check_store(agent.store)
 
     def close(self) -> None:

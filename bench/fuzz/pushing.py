@@ -23,6 +23,7 @@ from kvcast.hostagent.core.pushing import Pushes
 from kvcast.hostagent.core.sessions import Session
 from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.store import RESERVED, Store
+from kvcast.hostagent.core.writes import WriteOptions
 from kvcast.hostagent.network.lander import hashing
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
@@ -37,6 +38,7 @@ from kvcast.protocol.messages.questions import (
     PUT,
     PUT_HOME,
     PUT_QUESTION,
+    ROOM,
 )
 from kvcast.protocol.messages.wire import BlockId, digest_of
 from kvcast.protocol.placement import address_of_buffer
@@ -53,7 +55,7 @@ _STEP: Final = struct.Struct("<BBB")
 class Side:
     """One agent."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, put_ack: str) -> None:
         size_bytes = _SLABS * _SLAB
         self.memory = memoryview(bytearray(size_bytes))
         self._index_memory = memoryview(bytearray(shared.index_bytes(buckets_for(size_bytes))))
@@ -61,7 +63,12 @@ class Side:
         self.store = Store(Allocator(size_bytes, _SLAB))
         node_id = f"node-{number}"
         self.core = AgentCore(
-            *(AgentOptions(node_id=node_id), self.store, self.memory, random.Random(number)),
+            *(
+                AgentOptions(node_id=node_id, writes=WriteOptions(put_ack)),
+                self.store,
+                self.memory,
+                random.Random(number),
+            ),
             SharedIndex(index, self.store, lambda: None),
         )
         self.core.registered(Registered(CONTROL_PROTOCOL_VERSION, number, 3.0, 0))
@@ -111,16 +118,21 @@ class Guest:
         self.number = number
         self.rooms: dict[int, tuple[int, int, int]] = {}
         """By ticket, what it may write: offset, size, and which block it is for, -1 = any."""
-        self.asked: dict[int, tuple[int, int]] = {}
-        """Questions without an answer: ticket and block."""
+        self.asked: dict[int, list[tuple[int, int]]] = {}
+        """Questions without an answer: tickets and blocks."""
+
+    @property
+    def putting(self) -> dict[int, int]:
+        """Rooms of which it waits to hear, and the blocks that they should become."""
+        return {ticket: block for rooms in self.asked.values() for ticket, block in rooms}
 
 
 class Pair:
     """Two agents; AssertionError where something is not as it should be."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, put_ack: str = "home") -> None:
         self.now = 0.0
-        self.putter, self.home = Side(PUTTER), Side(HOME)
+        self.putter, self.home = Side(PUTTER, put_ack), Side(HOME, put_ack)
         self._epoch = 3
         self.new_map()
         self.pusher: int | None = None
@@ -128,7 +140,7 @@ class Pair:
         self.receiver = -1
         self.scribbled: set[int] = set()
         """Blocks that a client has written to while they were pushed."""
-        self.home_took = self.handed_over = self.put_by_message = 0
+        self.home_took = self.put_here = self.handed_over = self.put_by_message = 0
         self.reachable = True
         """Whether calls reach the home."""
         self._next = 1
@@ -229,21 +241,24 @@ class Pair:
     def scribble(self, guest: int, ticket: int) -> None:
         """A client writes other bytes where it has said that a block is."""
         offset, size_bytes, _ = self.guests[guest].rooms[ticket]
-        self.scribbled |= {block for of, block in self.guests[guest].asked.values() if of == ticket}
+        putting = self.guests[guest].putting
+        self.scribbled |= {block for of, block in putting.items() if of == ticket}
         self.putter.memory[offset : offset + size_bytes] = bytes(size_bytes)
 
     def put(self, guest: int, ticket: int, block: int, *, ack: int = ACK_HOME) -> int:
         """A client says to the courier that what it has written is a block; the question's
         number."""
+        return self.put_many(guest, [(ticket, block)], ack=ack)
+
+    def put_many(self, guest: int, rooms: list[tuple[int, int]], *, ack: int = ACK_HOME) -> int:
+        """The same of several: tickets and blocks."""
         self._next += 1
-        who = self.guests[guest]
-        who.asked[self._next] = ticket, block
-        self.say(
-            guest,
-            PUT_QUESTION.pack(
-                *(PUT, NAMESPACE, ack, self._next, key_of(block), self.meaning, ticket)
-            ),
+        self.guests[guest].asked[self._next] = list(rooms)
+        (ticket, block), *further = rooms
+        question = PUT_QUESTION.pack(
+            *(PUT, NAMESPACE, ack, self._next, key_of(block), self.meaning, ticket)
         )
+        self.say(guest, question + b"".join(ROOM.pack(key_of(b), t) for t, b in further))
         return self._next
 
     def say(self, guest: int, message: bytes) -> bool:
@@ -305,18 +320,43 @@ class Pair:
 
     def _told(self, guest: int, answer: bytes) -> None:
         who = self.guests[guest]
-        status, _, _, number, ticket, offset, copies, digest = ANSWER.unpack(answer)
-        asked = who.asked.pop(number, None)
+        told = list(ANSWER.iter_unpack(answer))
+        asked = who.asked.pop(told[0][3], None)
         if asked is None:
             return  # of what a hostile client has said
-        was, block = asked
+        assert len(told) in (1, len(asked))
+        if len(told) < len(asked):
+            assert told[0][0] == ASK_AGENT
+            told *= len(asked)
+        for (ticket, block), (status, _, _, _, room, offset, copies, digest) in zip(
+            asked, told, strict=True
+        ):
+            self._told_one(who, ticket, block, status, room, offset, copies, digest)
+
+    def _told_one(
+        self,
+        who: Guest,
+        was: int,
+        block: int,
+        status: int,
+        ticket: int,
+        offset: int,
+        copies: int,
+        digest: int,
+    ) -> None:
         if status == ASK_AGENT:
             self.handed_over += 1
             return
         assert status == PUT_HOME
+        offset_, size_bytes, _ = who.rooms.pop(was)
+        if ticket:
+            assert offset != offset_
+            who.rooms[ticket] = offset, size_bytes, -1
+        if not copies:  # it is enough that it is here
+            self.put_here += 1
+            return
         assert copies == 1
         self.home_took += 1
-        offset_, size_bytes, _ = who.rooms.pop(was)
         copy = self.home.store.peek(BlockId(NAMESPACE, key_of(block)))
         assert copy is not None, "a put was acknowledged, and its home has it not"
         assert copy.home
@@ -324,9 +364,6 @@ class Pair:
         assert digest_of(held) == copy.digest == digest
         if block not in self.scribbled:
             assert held == content_of(block), "the home has other bytes than were put"
-        if ticket:
-            assert offset != offset_
-            who.rooms[ticket] = offset, size_bytes, -1
 
     def put_by_a_message(self, guest: int, ticket: int, block: int) -> local.AgentReply | None:
         """A client asks its agent to put a room."""
@@ -446,7 +483,7 @@ class PushingHarness(Harness):
     def _step(self, pair: Pair, step: int, what: int, how: int, data: bytes, at: int) -> int:
         guest, block = what % 2, how % BLOCKS
         who = pair.guests[guest]
-        tickets = [t for t in who.rooms if t not in {of for of, _ in who.asked.values()}]
+        tickets = [t for t in who.rooms if t not in who.putting]
         ticket = tickets[what // 2 % len(tickets)] if tickets else 0
         match step:
             case 0:
@@ -463,7 +500,11 @@ class PushingHarness(Harness):
                     alike = [n for n in range(BLOCKS) if len(content_of(n)) == size_bytes]
                     of = alike[how % len(alike)]
                 pair.write(guest, ticket, of)
-                pair.put(guest, ticket, of, ack=how // 128)
+                mine = [(ticket, of)]
+                if what >= 64:  # others that it has room for, too
+                    mine += [(t, who.rooms[t][2]) for t in tickets if t != ticket]
+                ready = [(t, block) for t, block in mine if block >= 0]
+                pair.put_many(guest, ready, ack=how // 64)
             case 5:
                 pair.move(how * how * 4)
             case 6:
@@ -487,14 +528,16 @@ class PushingHarness(Harness):
             case 12:
                 pair.pass_time(how / 50)
             case 13 if who.asked:
-                (number, *_) = who.asked
-                busy = who.asked[number][0]
+                (busy, *_) = who.putting
                 if busy in who.rooms and how % 2:
                     pair.scribble(guest, busy)
                 else:  # it asks for what it has given away
                     pair._next += 1
+                    pushed = pair.putter.pushes.is_pushed(who.number, busy)
                     reply = pair.handle(guest, local.Abort(pair._next, [busy]))
-                    assert isinstance(reply, local.Failed) or not who.asked
+                    assert isinstance(reply, local.Failed) or not pushed
+                    if isinstance(reply, local.Ack):  # others that it has put with it go on
+                        who.rooms.pop(busy, None)
             case 14:
                 side = pair.sides[what % 2]
                 if how < 100:

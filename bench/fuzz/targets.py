@@ -212,6 +212,7 @@ def client_messages() -> list[local.ClientMessage]:
         local.FindGroup(13, 1, ["node-1"]),
         local.FindGroup(14, 1, [], 7),
         local.DescribePool(15, 1, keys),
+        local.Weighed(16, 3, 2, 1, 9e3, 4e3),
     ]
 
 

@@ -64,7 +64,8 @@ class _Ghost:
         self.free = slots
         self.kept: dict[BlockId, _Kept] = {}
         self._worst: list[tuple[float, BlockId]] = []
-        """A heap; an entry is stale unless its rank is what `kept` says."""
+        """A heap; an entry is stale unless its rank is what `kept` says. One that was stale is not
+        any more where a block stands again as it did before: then there are two."""
 
     def read(self, block: BlockId, standing: Standing, slots: int, reads: float) -> float:
         """How many of these reads it would have answered."""
@@ -87,23 +88,24 @@ class _Ghost:
 
     def _makes_room(self, slots: int, displaces: float) -> bool:
         """Drop the worst until so many slots are free, if all of them may be displaced."""
-        victims: list[tuple[float, BlockId]] = []
+        victims: dict[BlockId, float] = {}
         free = self.free
         while free < slots and self._worst:
             rank, name = self._worst[0]
             kept = self.kept.get(name)
-            if kept is None or kept.rank != rank:
+            if kept is None or kept.rank != rank or name in victims:
                 heapq.heappop(self._worst)
                 continue
             if rank > displaces:
                 break
-            victims.append(heapq.heappop(self._worst))
+            heapq.heappop(self._worst)
+            victims[name] = rank
             free += kept.slots
         if free < slots:
-            for victim in victims:
-                heapq.heappush(self._worst, victim)
+            for name, rank in victims.items():
+                heapq.heappush(self._worst, (rank, name))
             return False
-        for _, name in victims:
+        for name in victims:
             self.free += self.kept.pop(name).slots
         return True
 

@@ -39,6 +39,7 @@ from kvcast.p4.definitions import ALL_PORTS_GROUP, RECIRCULATE_RID
 from kvcast.p4.targets import MAX_PORTS
 from kvcast.protocol.messages import roce
 from kvcast.protocol.messages.control import NamespaceInfo
+from kvcast.protocol.messages.wire import BUCKETS
 
 SETTINGS = "settings"
 L2_FORWARD = "l2_forward"
@@ -83,6 +84,10 @@ PORT_SET_BASE = 2048
 BROADCAST_MAC = 0xFFFFFFFFFFFF
 COALESCE_LEASE_S = 4.0
 """How long a READ waits in the switch, unless an operator says otherwise."""
+
+
+_HOME = ActionCall("home")
+_ALLOW = ActionCall("allow")
 
 
 @dataclass(frozen=True)
@@ -186,14 +191,15 @@ def desired_state(
     if settings.rdma_address is not None:
         _landing_zones(entries, settings, settings.rdma_address, hosts)
     users: dict[int, list[Host]] = {}
-    allow = ActionCall("allow")
+    ports = {host.node_id: settings.device_port(host.port) for host in hosts}
+    everybody = tuple(ports.values())
     for info in namespaces:
-        users[info.namespace] = [h for h in hosts if not info.nodes or h.node_id in info.nodes]
-        for host in users[info.namespace]:
-            port = settings.device_port(host.port)
-            entries[NAMESPACE_GUARD, (port, info.namespace)] = allow
-    ports = tuple((host.node_id, settings.device_port(host.port)) for host in hosts)
-    entries.update(_bucket_homes(tuple(map(tuple, bucket_homes)), ports))
+        users[info.namespace] = may_use = [
+            host for host in hosts if not info.nodes or host.node_id in info.nodes
+        ]
+        theirs = tuple(ports[host.node_id] for host in may_use) if info.nodes else everybody
+        entries.update(users_of(info.namespace, theirs))
+    entries.update(_bucket_homes(tuple(map(tuple, bucket_homes)), tuple(ports.items())))
     for group in groups:
         members = [h for h in users.get(group.namespace, ()) if h.node_id in group.nodes]
         _reader_group(state, settings, group, members)
@@ -206,6 +212,12 @@ def desired_state(
         entries[PORT_SET, (bits,)] = ActionCall("set_group", (PORT_SET_BASE + place,))
     state.digests[HEAT_DIGEST] = HEAT_DIGEST_CONFIG
     return state
+
+
+@functools.lru_cache(maxsize=4096)
+def users_of(namespace: int, ports: tuple[int, ...]) -> dict[EntryKey, ActionCall]:
+    """Who may use a namespace."""
+    return dict.fromkeys([(NAMESPACE_GUARD, (port, namespace)) for port in ports], _ALLOW)
 
 
 def _landing_zones(
@@ -240,14 +252,19 @@ def _bucket_homes(
     homes: tuple[tuple[str, ...], ...], ports: tuple[tuple[str, int], ...]
 ) -> dict[EntryKey, ActionCall]:
     """Who may answer for which bucket. By far the most entries, and they change the least, so a
-    plan that only admits a block need not make them anew."""
+    plan that only admits a block need not make them anew, and one that gives a block replicas makes
+    those of its bucket."""
     port_of = dict(ports)
-    home = ActionCall("home")
-    return {
-        (BUCKET_HOME, (bucket, port_of[node_id])): home
-        for bucket, node_ids in enumerate(homes)
-        for node_id in node_ids
-    }
+    entries: dict[EntryKey, ActionCall] = {}
+    for bucket, node_ids in enumerate(homes):
+        entries.update(homes_of_bucket(bucket, tuple(port_of[node_id] for node_id in node_ids)))
+    return entries
+
+
+@functools.lru_cache(maxsize=2 * BUCKETS)
+def homes_of_bucket(bucket: int, ports: tuple[int, ...]) -> dict[EntryKey, ActionCall]:
+    """Who may answer for this bucket. All have one action, so that it is compared by identity."""
+    return dict.fromkeys([(BUCKET_HOME, (bucket, port)) for port in ports], _HOME)
 
 
 def _forwarding(state: SwitchState, settings: Settings, hosts: Sequence[Host]) -> None:
@@ -278,8 +295,13 @@ def _forwarding(state: SwitchState, settings: Settings, hosts: Sequence[Host]) -
 
 def _serving_copies(settings: Settings, device_ports: Sequence[int]) -> frozenset[Replica]:
     """The copies of a chunk that is served to these ports."""
+    return copies_to(tuple(device_ports), goes_round=settings.serve_goes_round)
+
+
+@functools.lru_cache(maxsize=4096)
+def copies_to(device_ports: tuple[int, ...], *, goes_round: bool) -> frozenset[Replica]:
     copies: set[Replica] = {(port, 0) for port in device_ports}
-    if settings.serve_goes_round:
+    if goes_round:
         copies.add((device_ports[0], RECIRCULATE_RID))
     return frozenset(copies)
 

@@ -265,6 +265,7 @@ class AsyncClient:
         """Ask, and wait for the answer."""
         if self._gone:
             raise AgentGoneError(self._gone)
+        self._conversation.post_released()
         if ask.courier:
             told = await self._ask_courier(ask)
             if not isinstance(told, Ask):
@@ -297,7 +298,7 @@ class AsyncClient:
             if self._waiting.get(number) is future:
                 del self._waiting[number]
             if future.cancel() or future.cancelled():
-                pass  # it did not come
+                self._conversation.give_up([ask.request])  # it did not come
             elif future.exception() is None and reply is None:
                 # It came at the moment at which we were cancelled.
                 self._conversation.give_back(future.result())
@@ -371,6 +372,7 @@ class AsyncClient:
     namespace = _asynchronous(Conversation.namespace)
     group = _asynchronous(Conversation.group)
     company = _asynchronous(Conversation.company)
+    weighed = _asynchronous(Conversation.weighed)
     describe = _asynchronous(Conversation.describe)
 
     async def close(self) -> None:

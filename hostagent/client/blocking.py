@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Concatenate, Final, ParamSpec, TypeVar, cast
 
 from kvcast.hostagent.client.conversation import READ_BYTES, Arrived, Ask, Call, Conversation
-from kvcast.hostagent.client.errors import AgentGoneError
+from kvcast.hostagent.client.errors import AgentGoneError, KvcastError
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.questions import COURIER_BYTES
 
@@ -172,6 +172,7 @@ class Client:
 
     def _run(self, call: Call[T]) -> T:
         self._conversation.check()
+        ask: Ask | None = None
         try:
             ask = next(call)
             while True:
@@ -181,6 +182,12 @@ class Client:
         except AgentGoneError:
             with self._lock:  # also where it is the answer that makes no sense
                 self._socket.close()
+            raise
+        except KvcastError:
+            raise
+        except BaseException:
+            if ask is not None:  # an interrupt, most likely while it was waited for
+                self._conversation.give_up([ask.request])
             raise
         finally:
             call.close()
@@ -270,11 +277,15 @@ class Client:
             for _, outcome in arrived:
                 if outcome.block is not None:
                     outcome.block.release()
+            missing: list[local.Numbered] = []
             with self._lock:
-                for number in parts:
+                for number, part in parts.items():
                     _, late = self._awaited.pop(number, (None, None))
                     if late is not None:
                         conversation.give_back(late)
+                    else:
+                        missing.append(part.ask.request)
+            conversation.give_up(missing)
 
     def _say(self, requests: list[local.Numbered], end: float) -> None:
         try:
@@ -321,6 +332,7 @@ class Client:
                 self._lock.release()
 
     def _send_posted(self) -> None:
+        self._conversation.post_released()
         while self._posted:
             # An agent that comes after hears from `_held` what was released.
             message = self._posted.popleft()
@@ -347,6 +359,7 @@ class Client:
     namespace = _blocking(Conversation.namespace)
     group = _blocking(Conversation.group)
     company = _blocking(Conversation.company)
+    weighed = _blocking(Conversation.weighed)
     describe = _blocking(Conversation.describe)
 
     def close(self) -> None:

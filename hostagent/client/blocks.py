@@ -68,7 +68,8 @@ class Block:
         return digest_of(self.data) == self.digest
 
     def release(self) -> None:
-        """Let the agent evict the block; harmless when repeated."""
+        """Let the agent evict the block; harmless when repeated. Of small blocks that one get has
+        brought, the agent may hear with the last of them, or with the client's next call."""
         if self._data is not None:
             self._data = None
             self._release(*self._held_by)

@@ -13,11 +13,13 @@ none comes it closes the generator, which undoes what it can. What needs no answ
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, TypeVar, cast
 
@@ -37,14 +39,14 @@ from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.framing import FramingError, MessageCodec
 from kvcast.protocol.messages.local import LOCAL_PROTOCOL_VERSION, MAX_KEYS, MAX_LOCAL_MESSAGE_BYTES
 from kvcast.protocol.messages.questions import (
-    ACK_BY_DEFAULT,
-    ACK_HOME,
+    ACKS,
     ANSWER,
     ASK_AGENT,
     FIRST_HANDLE,
     GET,
     GET_MANY,
     GIVEN,
+    HANDLE,
     MAX_DEADLINE_MS,
     MAX_MANY,
     PUT,
@@ -52,6 +54,7 @@ from kvcast.protocol.messages.questions import (
     PUT_QUESTION,
     QUESTION,
     RELEASE,
+    ROOM,
     TIERS,
 )
 from kvcast.protocol.messages.wire import KEY_BYTES
@@ -73,6 +76,9 @@ FREE_REFUSALS: Final = 4
 next: it learns from them."""
 MOST_PASSES: Final = 64
 """Gets that pass it by, at most, after one more that it has handed over."""
+SMALL_BYTES: Final = 256 * 1024
+"""Blocks up to this size may wait for others before the agent hears that they were released: a
+message of its own costs more than their room."""
 LOCAL_TIER: Final = "local"
 _MAX_NAME_CHARS: Final = 256
 
@@ -97,10 +103,10 @@ class Part:
     keys: list[bytes]
 
 
-_COURIERS_ACKS: Final = {"": ACK_BY_DEFAULT, "home": ACK_HOME}
-"""What the courier can wait for."""
 _HANDED_OVER: Final = local.GotBlock("handed_over", "")
-"""What the courier has left to the agent."""
+"""What the courier has left to the agent,"""
+_NOT_PUT: Final = local.PutBlock(_HANDED_OVER.status)
+"""the same of a block that is put."""
 _Result: TypeAlias = Block | Outcome
 """What came of a key: the block, or an outcome without one."""
 Arrived: TypeAlias = tuple[int, Outcome]
@@ -131,6 +137,8 @@ class Conversation:
         self._token = b""
         self._held: set[int] = set()
         """Handles and tickets that the agent holds for us."""
+        self._released: deque[int] = deque()
+        """Handles that the agent has not heard are released (see `_results`)."""
         self.lives = 0
         """How many connections there have been."""
         self._fds: list[int] = []
@@ -286,17 +294,20 @@ class Conversation:
         return question + b"".join(keys[1:])
 
     def _ask_to_put(
-        self, request: local.Put | local.Commit, namespace: int, key: bytes, ticket: int
+        self, request: local.Put | local.Commit, namespace: int, rooms: list[tuple[int, bytes]]
     ) -> Ask:
-        """Ask that what is written in a room becomes a block: the courier, if it can do that."""
+        """Ask that what is written in rooms, by their tickets, becomes these blocks: the courier,
+        if it can do that."""
         question = b""
-        about, ack = _puts_to(namespace), _COURIERS_ACKS.get(request.ack)
-        if self.has_courier and self._local is not None and ack is not None:
+        about = _puts_to(namespace)
+        if self.has_courier and self._local is not None and request.ack in ACKS:
             meaning = self._local.meaning(namespace)
             if meaning is not None and self._is_to_be_asked(about):
+                (ticket, key), *further = rooms
+                ack = ACKS.index(request.ack)
                 question = PUT_QUESTION.pack(
                     *(PUT, namespace, ack, request.request, key, meaning, ticket)
-                )
+                ) + b"".join([ROOM.pack(key, ticket) for ticket, key in further])
         return Ask(request, SLOW_REQUEST_S, question, about)
 
     def _is_to_be_asked(self, what: int) -> bool:
@@ -312,6 +323,8 @@ class Conversation:
         if not answer or len(answer) % ANSWER.size:
             raise AgentGoneError("the courier is not understood")
         blocks = []
+        put: list[local.PutBlock] = []
+        room = None
         refused = True
         number: int = ANSWER.unpack_from(answer)[3]
         # Spelled out: a name for each is much quicker than a list of the last ones.
@@ -324,17 +337,22 @@ class Conversation:
                 blocks.append(found)
             elif status == ASK_AGENT:
                 blocks.append(_HANDED_OVER)
-            elif status == PUT_HOME and len(answer) == ANSWER.size:
-                self._refused.clear()
+                put.append(_NOT_PUT)
+            elif status == PUT_HOME:
+                refused = False
                 room = local.Extent(local.OK, handle, offset) if handle else None
-                put = local.PutBlock(local.OK, size_bytes, digest)
-                return number, local.Committed(number, [put], room)
+                put.append(local.PutBlock(local.OK, size_bytes, digest))
             else:
                 raise AgentGoneError("the courier is not understood")
         if refused:
             return number, None
         self._refused.clear()
-        return number, local.Got(number, blocks)
+        count = len(answer) // ANSWER.size
+        if len(blocks) == count:
+            return number, local.Got(number, blocks)
+        if len(put) == count:
+            return number, local.Committed(number, put, room)
+        raise AgentGoneError("the courier is not understood")
 
     def handed_over(self, ask: Ask, left_s: float) -> Ask:
         """What the agent is to be asked where the courier has no answer, and so much is left of the
@@ -353,10 +371,11 @@ class Conversation:
         """A Release as the courier takes it; nothing if it is none of what the courier gave."""
         if not self.has_courier or not isinstance(message, local.Release):
             return b""
-        (handle,) = message.handles if len(message.handles) == 1 else (0,)
-        if handle < FIRST_HANDLE:
+        handles = message.handles
+        if not 0 < len(handles) <= MAX_MANY or min(handles) < FIRST_HANDLE:
             return b""
-        return QUESTION.pack(RELEASE, 0, 0, handle, bytes(KEY_BYTES), 0)
+        further = b"".join(map(HANDLE.pack, handles[1:]))
+        return QUESTION.pack(RELEASE, 0, 0, handles[0], bytes(KEY_BYTES), 0) + further
 
     def give_back(self, reply: local.AgentReply) -> None:
         """Nobody takes this answer: let the agent have back what it holds."""
@@ -368,6 +387,13 @@ class Conversation:
             self._abort([e.ticket for e in reply.extents if e.status == local.OK])
         elif isinstance(reply, local.Committed) and reply.room is not None:
             self._abort([reply.room.ticket])
+
+    def give_up(self, requests: Iterable[local.Numbered]) -> None:
+        """Nobody waits for the answers to these questions any more: the agent need not have the
+        blocks come. It answers all the same."""
+        gets = [request.request for request in requests if isinstance(request, local.Get)]
+        if gets:
+            self._post(local.Release([], gets))
 
     @property
     def arena_bytes(self) -> int:
@@ -400,16 +426,42 @@ class Conversation:
     def _count(self, request: local.Numbered, patience_s: float) -> Call[int]:
         return (yield from self._ask(request, local.Ack, patience_s)).count
 
-    def _result(self, key: bytes, got: local.GotBlock) -> _Result:
-        if got.status != local.OK:
-            return Outcome(None, got.status, got.reason)
-        data = self._memory.read(got.offset, got.size_bytes)
-        self._held.add(got.handle)
-        return Block(key, data, got.digest, got.tier, self._release, got.handle)
+    def _results(self, keys: list[bytes], blocks: list[local.GotBlock]) -> Iterator[_Result]:
+        """What came of keys. Small blocks that came together are given back by one message, with
+        the last of them, or with whatever is said next, or so many at a time."""
+        together = {
+            got.handle for got in blocks if got.status == local.OK and got.size_bytes <= SMALL_BYTES
+        }
+
+        def release_together(handle: int) -> None:
+            self._held.discard(handle)
+            self._released.append(handle)
+            together.discard(handle)
+            if not together or len(self._released) >= MAX_MANY:
+                self.post_released()
+
+        for key, got in zip(keys, _one_each(keys, blocks), strict=True):
+            if got.status != local.OK:
+                yield Outcome(None, got.status, got.reason)
+                continue
+            data = self._memory.read(got.offset, got.size_bytes)
+            self._held.add(got.handle)
+            release = release_together if got.handle in together else self._release
+            yield Block(key, data, got.digest, got.tier, release, got.handle)
 
     def _release(self, handle: int) -> None:
         self._held.discard(handle)
         self._post(local.Release([handle]))
+
+    def post_released(self) -> None:
+        """Post what was released and waits for more of its kind; to be called before anything is
+        said."""
+        handles = []
+        while self._released:
+            with contextlib.suppress(IndexError):  # another thread was quicker
+                handles.append(self._released.popleft())
+        for part in _parts(handles, MAX_MANY):
+            self._post(local.Release(part))
 
     def _local_results(self, namespace: int, keys: list[bytes]) -> list[_Result | None]:
         """What is here, pinned without a message; None for the rest."""
@@ -497,11 +549,10 @@ class Conversation:
                 ask = Ask(request, deadline_s + GRACE_S, courier, namespace)
                 began = time.monotonic()
                 got = self._checked((yield ask), local.Got)
-                blocks = _one_each(batch, got.blocks)
-                came = map(self._result, batch, blocks)
+                came = self._results(batch, got.blocks)
                 for place, result in zip(places, came, strict=True):
                     results[place] = result
-                if courier and _HANDED_OVER in blocks:
+                if courier and _HANDED_OVER in got.blocks:
                     left_s = deadline_s - (time.monotonic() - began)
                     yield from self._get_rest(namespace, checked, results, max(left_s, 0.0))
         except BaseException:
@@ -527,7 +578,7 @@ class Conversation:
         batch = [keys[at] for at in places]
         request = local.Get(next(self._numbers), namespace, batch, deadline_s)
         got = self._checked((yield Ask(request, deadline_s + GRACE_S)), local.Got)
-        came = map(self._result, batch, _one_each(batch, got.blocks))
+        came = self._results(batch, got.blocks)
         for place, result in zip(places, came, strict=True):
             results[place] = result
 
@@ -559,7 +610,7 @@ class Conversation:
     def part_outcomes(self, part: Part, reply: local.AgentReply) -> list[Arrived]:
         """What came of a part."""
         got = self._checked(reply, local.Got)
-        results = map(self._result, part.keys, _one_each(part.keys, got.blocks))
+        results = self._results(part.keys, got.blocks)
         return list(zip(part.places, map(_as_outcome, results), strict=True))
 
     def prefetch(
@@ -636,7 +687,7 @@ class Conversation:
         try:
             self._memory.room(room.offset, len(view))[:] = view
             request = local.Put(next(self._numbers), namespace, [key], room.ticket, ack)
-            ask = self._ask_to_put(request, namespace, key, room.ticket)
+            ask = self._ask_to_put(request, namespace, [(room.ticket, key)])
             committed = self._checked((yield ask), local.Committed)
         except BaseException:
             self._abort([room.ticket])
@@ -725,24 +776,35 @@ class Conversation:
         """`again`: of which namespace and size another block follows."""
         failed = dict(reservation.failed)
         tickets = reservation.take()
-        left = list(tickets)
+        left = dict.fromkeys(tickets)
+        asked: set[int] = set()
         try:
-            for part in _parts(list(tickets), MAX_KEYS):
+            # What the courier hands over is put behind the rest.
+            parts = deque(_parts(list(left), MAX_MANY if self.has_courier else MAX_KEYS))
+            while parts:
+                part = parts.popleft()
                 commit = local.Commit(next(self._numbers), part, ack, again is not None)
                 ask = Ask(commit, SLOW_REQUEST_S)
-                if len(tickets) == 1 and again is None:
-                    (key,) = tickets.values()
-                    ask = self._ask_to_put(commit, reservation.namespace, key, part[0])
+                if again is None and not asked.intersection(part):
+                    rooms = [(ticket, tickets[ticket]) for ticket in part]
+                    ask = self._ask_to_put(commit, reservation.namespace, rooms)
                 committed = self._checked((yield ask), local.Committed)
                 if again is not None:
                     self._take_room(again, committed)
-                del left[: len(part)]
-                self._held.difference_update(part)
+                handed_over = []
                 for ticket, result in zip(part, _one_each(part, committed.blocks), strict=True):
+                    if result.status == _NOT_PUT.status:
+                        handed_over.append(ticket)
+                        continue
+                    del left[ticket]
+                    self._held.discard(ticket)
                     if result.status != local.OK:
                         failed[tickets[ticket]] = result.status
+                if handed_over:
+                    asked.update(handed_over)
+                    parts.append(handed_over)
         except BaseException:
-            self._abort(left)
+            self._abort(list(left))
             raise
         if failed:
             raise PutError(failed)
@@ -838,6 +900,23 @@ class Conversation:
         request = local.FindGroup(next(self._numbers), namespace, [], at)
         info = (yield from self._ask(request, local.FoundGroup, SLOW_REQUEST_S)).info
         return info.group, info.at
+
+    def weighed(
+        self,
+        whole: int,
+        part: int,
+        computed: int,
+        load_tokens_per_s: float = 0.0,
+        compute_tokens_per_s: float = 0.0,
+    ) -> Call[int]:
+        """Have the agent know of how many prefixes that the pool held an engine has loaded all, a
+        part and nothing since it last said so, and what both ways take it, in tokens a second (0:
+        not known). What the pool's operators see of it are sums and means."""
+        request = local.Weighed(
+            *(next(self._numbers), whole, part, computed),
+            *(load_tokens_per_s, compute_tokens_per_s),
+        )
+        return (yield from self._count(request, GRACE_S))
 
     def describe(
         self, namespace: int = 0, keys: Sequence[bytes] = ()

@@ -1,7 +1,8 @@
 """A thread that is connected to the agent, whatever is then done with it.
 
 Owns: the thread with its event loop, the connection and when it is made again, the numbers of
-namespaces. Must not know: engines, or what is asked of the pool (`link`, `block_link`).
+namespaces, and what is told whatever else is done. Must not know: engines, or what is asked of the
+pool (`link`, `block_link`).
 
 Everything that a connector has to say to the pool happens in one thread with an event loop of its
 own, so that no step of an engine waits for it.
@@ -20,11 +21,17 @@ from typing import Any, Final
 
 from kvcast.hostagent.client import AsyncClient, KvcastError, UnknownNamespaceError
 from kvcast.hostagent.connectors.naming import HASHING_KEY, NamespaceName
+from kvcast.hostagent.connectors.weighing import Weighed
+from kvcast.protocol.messages.local import TIERS
 
 CONNECT_S: Final = 1.0
 """How long a connection to the agent may take; it is on this node."""
 RECONNECT_S: Final = 1.0
 """How long after a connection that failed none is tried."""
+NOT_NEAR: Final = TIERS.index("ssd")
+"""What comes out of tiers before this one was in this node's memory."""
+TELL_S: Final = 1.0
+"""How long what became of prefixes is gathered before the agent is told of it."""
 
 _log = logging.getLogger("kvcast.connector")
 
@@ -48,6 +55,9 @@ class AgentLink:
         self._connecting: asyncio.Lock | None = None
         self._retry_at = 0.0
         self._numbers: dict[NamespaceName, int] = {}
+        self._untold = Weighed()
+        self._paces = 0.0, 0.0
+        self._telling = False
         self._closed = False
 
     # --- the thread -----------------------------------------------------------------------------
@@ -175,6 +185,32 @@ class AgentLink:
         except UnknownNamespaceError:
             self._numbers.clear()
             raise
+
+    # --- telling --------------------------------------------------------------------------------
+
+    def tell(self, weighed: Weighed, paces: tuple[float, float]) -> None:
+        """Have the agent know what became of prefixes, and at what pace they are loaded and
+        computed (`Weighing.paces`). What it could not be told goes with what comes next."""
+        with self._lock:
+            self._untold += weighed
+            self._paces = paces
+            if self._telling:
+                return
+            self._telling = True
+        self._do(self._tell)
+
+    async def _tell(self) -> None:
+        await asyncio.sleep(TELL_S)
+        with self._lock:
+            told, self._untold = self._untold, Weighed()
+            paces, self._telling = self._paces, False
+        try:
+            client = await self._connected()
+            await client.weighed(told.whole, told.part, told.computed, *paces)
+        except (KvcastError, UnreachableError) as error:
+            _log.debug("the agent was not told: %r", error)
+            with self._lock:
+                self._untold += told
 
     # --- hashing --------------------------------------------------------------------------------
 

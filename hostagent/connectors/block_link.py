@@ -4,6 +4,10 @@ Owns: how blocks are asked about, read into an engine's memory and written from 
 and that each such task is reported once, within its time. Must not know: engines; what a key or a
 place in memory means there.
 
+What a chain's beginning would take to load is weighed against computing it (`weighing`), where the
+operator has said what that takes: engines that name their blocks themselves do not tell how fast
+they compute, or what else they have to do, and their loads cannot be cut short.
+
 Every task ends by its deadline, and none waits for another's. While the pool does not answer it is
 left alone (`health`), and beyond a bound tasks are refused at once (`transfers.Allowance`): both
 are reported as any other end, with their reason.
@@ -22,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, TypeVar
 
 from kvcast.hostagent.client import AsyncClient, Block, KvcastError, PutError
-from kvcast.hostagent.connectors.agent_link import AgentLink, UnreachableError
+from kvcast.hostagent.connectors.agent_link import NOT_NEAR, AgentLink, UnreachableError
 from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.health import Health
 from kvcast.hostagent.connectors.naming import NamespaceName
@@ -36,12 +40,15 @@ from kvcast.hostagent.connectors.transfers import (
     LEFT_ALONE,
     NOT_HELD,
     POOL_FAILED,
+    SLOWER,
     THERE,
     UNAVAILABLE,
     Allowance,
     Transfer,
 )
+from kvcast.hostagent.connectors.weighing import MEMORY_TOKENS, Meter, Weighed, Weighing
 from kvcast.protocol.bounded_map import BoundedMap
+from kvcast.protocol.messages.local import TIERS
 
 MOST_TASKS: Final = 1024
 """Questions, loads, and saves, of each kind, that may be under way."""
@@ -96,6 +103,19 @@ class BlockLink(AgentLink):
         self._loads = Allowance(MOST_TASKS, options.waiting_bytes)
         self._saves = Allowance(MOST_TASKS, options.waiting_bytes)
         self._saving: asyncio.Semaphore | None = None
+        self._weighing: Weighing | None = None
+        self._meter = Meter()
+        self._loading = 0
+        """Blocks of the loads that are under way."""
+
+    def weigh(self, block_tokens: int) -> None:
+        """Blocks are of so many tokens: from now on what they take to load is measured, and weighed
+        if the operator has said what computing takes."""
+        weighing, rate = Weighing(block_tokens), self._options.prefill_tokens_per_s
+        if rate:
+            weighing.computed(MEMORY_TOKENS, MEMORY_TOKENS / rate)
+        with self._state_lock:
+            self._weighing = weighing
 
     @property
     def well(self) -> bool:
@@ -116,13 +136,14 @@ class BlockLink(AgentLink):
 
     def find(self, names: Sequence[Named], done: Done) -> Transfer:
         """Which of these blocks the pool holds: a transfer of nothing, in whose outcomes `CAME`
-        stands for one that is held."""
+        stands for one that is held, and worth loading."""
 
         def counted(transfer: Transfer) -> None:
-            failed = [one for one in transfer.outcomes if one not in (CAME, NOT_HELD, FAILED)]
+            told = (CAME, NOT_HELD, FAILED, SLOWER)
+            failed = [one for one in transfer.outcomes if one not in told]
             if failed:
                 self._counters.add("lookups_failed", reason=failed[0])
-            for reason in (NOT_HELD, FAILED):
+            for reason in (NOT_HELD, FAILED, SLOWER):
                 self._counters.add("miss_blocks", transfer.outcomes.count(reason), reason=reason)
             done(transfer)
 
@@ -141,9 +162,11 @@ class BlockLink(AgentLink):
                 number = await self._number(client, namespace)
                 keys = [names[at].key for at in wanted]
                 found = await self._held(client, number, keys, transfer.deadline, GAPS)
-                for at, is_held in zip(wanted, found, strict=True):
-                    transfer.settle(at, CAME if is_held else NOT_HELD)
-                held = [key for key, one in zip(keys, found, strict=True) if one]
+                worth = self._worth(client, number, keys, found)
+                for place, (at, is_held) in enumerate(zip(wanted, found, strict=True)):
+                    worthwhile = CAME if place < worth else SLOWER
+                    transfer.settle(at, worthwhile if is_held else NOT_HELD)
+                held = [key for key, one in zip(keys[:worth], found, strict=False) if one]
                 if self._options.prefetch and held:  # the answer does not wait for it
                     self._do(functools.partial(self._prefetch, namespace, held))
 
@@ -163,6 +186,25 @@ class BlockLink(AgentLink):
             passed += 1
         return held
 
+    def _worth(self, client: AsyncClient, number: int, keys: list[bytes], found: list[bool]) -> int:
+        """Before which of a chain's blocks, as far as they are held, loading is worth it."""
+        held = found.index(False) if False in found else len(found)
+        if not held:
+            return len(keys)
+        near = client.near(number, keys[:held])
+        taken = held
+        with self._state_lock:
+            if self._weighing is not None and near < held:
+                now, far = time.monotonic(), held - near
+                verdict = self._weighing.take(now, far, self._loading, 0, self._options.load_s)
+                taken = near + verdict.blocks
+                self._counters.add("weighed", verdict=verdict.why)
+            paces = self._weighing.paces if self._weighing is not None else (0.0, 0.0)
+        weighed = Weighed.of(held, taken)
+        self._counters.add("prefixes", outcome=weighed.outcome)
+        self.tell(weighed, paces)
+        return taken if taken < held else len(keys)
+
     async def _prefetch(self, namespace: NamespaceName, keys: list[bytes]) -> None:
         with contextlib.suppress(KvcastError, UnreachableError):
             client = await self._connected()
@@ -179,7 +221,9 @@ class BlockLink(AgentLink):
             now = time.monotonic()
             self._counters.add_load_time(now - began)
             reasons = [one for one in transfer.outcomes if one != CAME]
+            self._meter.closed()
             with self._state_lock:
+                self._learn(now, transfer.outcomes)
                 for name, outcome in zip(names, transfer.outcomes, strict=True):
                     if outcome not in (CAME, BUSY, LEFT_ALONE, CLOSED):
                         self._missing[name] = now + self._options.retry_s
@@ -190,6 +234,9 @@ class BlockLink(AgentLink):
             done(transfer)
 
         self._counters.add("loads")
+        self._meter.opened(began)
+        with self._state_lock:
+            self._loading += len(names)
         size_bytes = sum(map(_size, rooms))
         transfer = Transfer(len(names), size_bytes, began + self._options.load_s, counted)
 
@@ -200,6 +247,18 @@ class BlockLink(AgentLink):
 
         self._run_task(self._loads, transfer, bring)
         return transfer
+
+    def _learn(self, now: float, outcomes: Sequence[str]) -> None:
+        """A load has ended so. With the state's lock."""
+        self._loading -= len(outcomes)
+        pace = self._meter.take(now)
+        if self._weighing is None:
+            return
+        if pace is not None:
+            self._weighing.heard(pace)
+        asked = [one for one in outcomes if one not in (BUSY, LEFT_ALONE, CLOSED)]
+        if asked:
+            self._weighing.ended(len(asked), asked.count(CAME))
 
     async def _bring(
         self,
@@ -239,6 +298,8 @@ class BlockLink(AgentLink):
                 return DEADLINE
             transfer.settle(at, reason or CAME)
             if not reason:
+                near = TIERS.index(block.tier) < NOT_NEAR
+                self._meter.came(time.monotonic(), 1, near=near)
                 self._counters.add("load_blocks", tier=block.tier)
                 self._counters.add("load_bytes", block.size_bytes)
             return reason

@@ -25,6 +25,7 @@ NAMES: Final[dict[str, tuple[str, str]]] = {
     "layer_wait_seconds": ("", "how long steps have waited for layers that were being loaded"),
     "failed_loads": ("reason", "loads of which not all came; the rest was computed"),
     "weighed": ("verdict", "requests by how loading their blocks compared with computing them"),
+    "prefixes": ("outcome", "prefixes that the pool held, by how much of each was loaded"),
     "load_blocks": ("tier", "engine blocks that came from the pool, by the slowest tier of each"),
     "load_bytes": ("", "bytes that came from the pool"),
     "miss_blocks": ("reason", "engine blocks that were not loaded"),

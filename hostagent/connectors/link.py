@@ -27,7 +27,7 @@ from kvcast.hostagent.client import (
     PutError,
 )
 from kvcast.hostagent.client.conversation import Ack
-from kvcast.hostagent.connectors.agent_link import AgentLink, UnreachableError
+from kvcast.hostagent.connectors.agent_link import NOT_NEAR, AgentLink, UnreachableError
 from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.loads import LoadTable, OpenLoad
 from kvcast.hostagent.connectors.naming import NamespaceName, keys_of
@@ -42,8 +42,6 @@ PREFETCH_KEYS: Final = 16_384
 """Keys of one chain that are fetched ahead, at most."""
 EXISTS_S: Final = 0.25
 """How long the question may take which parts of a block are there that is being saved."""
-_NOT_NEAR: Final = TIERS.index("ssd")
-"""What comes out of tiers before this one was in this node's memory."""
 TURN_S: Final = 0.5
 _HOME: Final[Ack] = "home"
 
@@ -430,7 +428,7 @@ class Link(AgentLink):
                     index = part // opened.groups
                     tier = TIERS.index(outcome.block.tier)
                     tiers[index] = max(tiers[index], tier)
-                    meter.came(time.monotonic(), 1 / opened.groups, near=tier < _NOT_NEAR)
+                    meter.came(time.monotonic(), 1 / opened.groups, near=tier < NOT_NEAR)
                     if not self._take(opened, memory, part, outcome.block):
                         await self._drop(client, namespace, keys[place])
                 if opened.ended or opened.complete:

@@ -89,6 +89,13 @@ class KvcastL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._counters = Counters()
         self._totals: dict[str, float] = {}
         self._link = BlockLink(self._options, f"lmcache, pid {os.getpid()}", self._counters)
+        if self._options.chunk_tokens:
+            self._link.weigh(self._options.chunk_tokens)
+        elif self._options.prefill_tokens_per_s:
+            raise ConfigurationError(
+                "kvcast's adapter: with `prefill_tokens_per_s` say `chunk_tokens`, too: LMCache's "
+                "chunk_size, which it does not tell its adapters"
+            )
         self._stores, self._lookups, self._loads = _Results(), _Results(), _Results()
         self._numbers = itertools.count()
         self._kept: BoundedMap[ObjectKey, tuple[int, str]] = BoundedMap(RESULTS_KEPT)

@@ -115,6 +115,12 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     waiting_bytes: Annotated[int, Meta(ge=1024)] = 1 << 30
     """Bytes of loads, and of saves, that may be under way; what exceeds it is not loaded, or not
     saved."""
+    prefill_tokens_per_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+    """What the engine computes of prompts, in tokens a second, which engines do not tell their
+    adapters: what would come later than it is computed then counts as not held. 0: all that is
+    held is loaded."""
+    chunk_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    """Tokens of one chunk, where the engine does not tell its adapters (LMCache's `chunk_size`)."""
     prefetch: bool = True
     """Whether the agent begins to fetch what it was asked about."""
     verify: bool = True

@@ -27,7 +27,7 @@ from typing import Final
 
 from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.health import Health
-from kvcast.hostagent.connectors.weighing import Loading, Pace, Verdict, Weighing
+from kvcast.hostagent.connectors.weighing import Loading, Pace, Verdict, Weighed, Weighing
 from kvcast.protocol.bounded_map import BoundedMap
 
 MOST_MISSING: Final = 16_384
@@ -187,6 +187,8 @@ class Outbox:
     """Loads of which only so many blocks, from their first, are still to be loaded."""
     let_go: deque[tuple[int, tuple[tuple[int, ...], ...]]] = field(default_factory=deque)
     """Saves that have ended, and the blocks that may be used again."""
+    weighed: Weighed = field(default_factory=Weighed)
+    """What became of prefixes that the pool held."""
 
 
 class Planner:
@@ -343,6 +345,7 @@ class Planner:
         self, now: float, name: str, request: _Request, count: int, near: int, busy_tokens: int
     ) -> int:
         """How many of these blocks to load, which the pool holds."""
+        request.offered = count
         if self._weighing is None:
             return count
         began = now if request.wanted_since is None else request.wanted_since
@@ -355,12 +358,19 @@ class Planner:
         taken = near + verdict.blocks
         if self._options.whole and taken < count:
             taken = 0
-        request.verdict, request.offered = verdict, count
+        request.verdict = verdict
         if not taken:
             self._counters.add("weighed", verdict=verdict.why)
             self._counters.add("miss_blocks", count, reason="slower")
+            self._became(count, 0)
             request.stage = Stage.DONE
         return taken
+
+    def _became(self, held: int, came: int) -> None:
+        """So many blocks of a prefix were held, and so many came."""
+        weighed = Weighed.of(held, came)
+        self.out.weighed += weighed
+        self._counters.add("prefixes", outcome=weighed.outcome)
 
     def _wait(self, but: str) -> int:
         """Blocks that other requests load, or have fetched ahead."""
@@ -474,6 +484,7 @@ class Planner:
             return
         came, reason = request.came, request.reason
         request.stage = Stage.DONE
+        self._became(request.offered, came)
         if self._weighing is not None and not request.is_cut:
             self._weighing.ended(count, came)
         if came >= count:

@@ -75,6 +75,7 @@ class KvcastHiCache(HiCacheStorage):  # type: ignore[misc]
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
         self._namespace = _namespace(self._config, mem_pool_host, self._options)
+        self._link.weigh(self._options.chunk_tokens or int(getattr(mem_pool_host, "page_size", 1)))
         _log.info("kvcast: %s", self._namespace)
 
     def on_host_pools_registered(self) -> None:

@@ -29,6 +29,8 @@ DEADLINE: Final = "deadline"
 FAILED: Final = "failed_of_late"
 """It could not be had a moment ago."""
 NOT_HELD: Final = "not_held"
+SLOWER: Final = "slower"
+"""It is held, and computed sooner than it would come."""
 UNAVAILABLE: Final = "unavailable"
 POOL_FAILED: Final = frozenset({DEADLINE, UNAVAILABLE})
 """Outcomes that say something of the pool's health, and nothing of a block."""

@@ -56,7 +56,7 @@ from kvcast.hostagent.connectors.naming import (
 from kvcast.hostagent.connectors.options import ConnectorOptions, handover_of, parse_options
 from kvcast.hostagent.connectors.planner import Load, Planner, PlannerOptions, Save
 from kvcast.hostagent.connectors.torch_memory import TorchMemory
-from kvcast.hostagent.connectors.weighing import Pace, Steps, Weighing
+from kvcast.hostagent.connectors.weighing import Pace, Steps, Weighed, Weighing
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -543,6 +543,13 @@ class _SchedulerHalf:
                 ", ".join(f"{name} {value:.4g}" for name, value in weighing.shown.items()),
             )
 
+    def _tell_agent(self) -> None:
+        """Have the agent know what became of prefixes, for `kvcast status`."""
+        out = self.planner.out
+        if out.weighed != Weighed():
+            weighed, out.weighed = out.weighed, Weighed()
+            self.link.tell(weighed, self.weighing.paces if self.weighing else (0.0, 0.0))
+
     def _step_ended(self) -> None:
         """The engine asks or tells something: so no step is under way, if there is one at a
         time."""
@@ -625,6 +632,7 @@ class _SchedulerHalf:
                 self._here.setdefault(name, request.num_computed_tokens // self._block_tokens)
                 self._save(now, request, request.num_computed_tokens + scheduled, None)
         self._let_go()
+        self._tell_agent()
         self._time(output)
         self.planner.review(now, self._busy_tokens())
         out = self.planner.out

@@ -82,6 +82,8 @@ class KvcastTier(SecondaryTierManager):  # type: ignore[misc]
         self._bytes = primary_kv_view.cast("B")
         self._counters = Counters()
         self._link = BlockLink(parsed, f"vllm tier, pid {os.getpid()}", self._counters)
+        config = offloading_spec.config
+        self._link.weigh(config.groups[0].tokens_per_block * config.cache.blocks_per_chunk)
         self._found = Found()
         self._answers: deque[tuple[list[Question], Transfer]] = deque()
         self._jobs: dict[int, tuple[TransferJob, Transfer]] = {}

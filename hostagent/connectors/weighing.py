@@ -198,6 +198,30 @@ WHY: Final = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """Of prefixes that the pool held, how many were loaded as a whole, in part, and not at all."""
+
+    whole: int = 0
+    part: int = 0
+    computed: int = 0
+
+    @classmethod
+    def of(cls, held: int, came: int) -> Weighed:
+        """One of which so many blocks were held, and so many loaded."""
+        return cls(int(came >= held), int(0 < came < held), int(came <= 0 < held))
+
+    def __add__(self, other: Weighed) -> Weighed:
+        return Weighed(
+            self.whole + other.whole, self.part + other.part, self.computed + other.computed
+        )
+
+    @property
+    def outcome(self) -> str:
+        """Of one: the name of what became of it."""
+        return "whole" if self.whole else "part" if self.part else "computed"
+
+
 @dataclass(slots=True)
 class Loading:
     """A load under way: `left` of its `count` blocks have not come; it began at `since`. `probe`:
@@ -299,6 +323,13 @@ class Weighing:
             "compute_block_seconds": self.compute_block_s,
             "load_came_share": self.came_share,
         }
+
+    @property
+    def paces(self) -> tuple[float, float]:
+        """Tokens a second that come, and that are computed; 0: not known."""
+        tokens = self._block_tokens
+        load_s, compute_s = self.load_block_s, self.compute_block_s
+        return tokens / load_s if load_s else 0.0, tokens / compute_s if compute_s else 0.0
 
     def ahead(self, blocks: int, wait: int, busy_tokens: int) -> int:
         """How many blocks to fetch ahead for a request that has just arrived, which the engine will

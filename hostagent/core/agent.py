@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.cold import ColdTier
+from kvcast.hostagent.core.engines import Engines
 from kvcast.hostagent.core.handover import Handover, HandoverOptions
 from kvcast.hostagent.core.limits import Limits, RateLimit
 from kvcast.hostagent.core.lower_tiers import put_below
@@ -175,6 +176,7 @@ class AgentCore:
         self._last_map: PoolMap | None = None
         self.memory = memory
         self.metrics = Metrics()
+        self.engines = Engines()
         self.limits = Limits()
         self.ahead_bytes = 0
         """How much of the arena clients were given for blocks that they have not named yet."""
@@ -189,9 +191,15 @@ class AgentCore:
             weight_of=self.weight_of,
         )
         self.departures = Departures(options.bulk_link_bits_per_s / 8, self.weight_of)
-        """Of what answers gets over the bulk link."""
+        """Of what leaves over the bulk link,"""
+        self.arrivals = Departures(options.bulk_link_bits_per_s / 8, self.weight_of)
+        """and of what is put here by it."""
         self.stop_conveying: Callable[[], None] = lambda: None
-        """Ends all conveyors on which blocks leave: they pass `departures` by."""
+        """Ends all conveyors on which blocks leave: they pass `departures` by;"""
+        self.stop_pushing: Callable[[], object] = lambda: None
+        """all connections on which blocks are pushed to others, likewise;"""
+        self.stop_taking: Callable[[], object] = lambda: None
+        """and those on which they are pushed here, which pass `arrivals` by."""
         if options.reads_share_bulk_link:
             self.responder.was_sent = self.departures.sent_by_reads
         self.writing = Writing(self._lookup)
@@ -199,7 +207,9 @@ class AgentCore:
         self.serving = Serving(
             store, memory, self.outbox, self.metrics, self.responder.note_heat, self._recall
         )
-        self.serving.is_tight = lambda: self.departures.is_tight(store.now)
+        self.serving.is_tight = lambda pushes: self._way_in(pushes).is_tight(store.now)
+        self.serving.was_pushed = self._was_pushed_here
+        self.writes.was_pushed = self._was_pushed
         self.tiers: list[SsdTier] = []
         self.ssd: SsdTier | None = None
         self.cold: ColdTier | None = None
@@ -332,6 +342,22 @@ class AgentCore:
                 self.departures.sent(self._now, copy.block.namespace, size_bytes)
         if self.departures.is_tight(self._now):
             self.stop_conveying()
+
+    def _way_in(self, pushes: bool) -> Departures:
+        """What shares the way on which a connection is to bring blocks, as seen from here."""
+        return self.arrivals if pushes else self.departures
+
+    def _was_pushed(self, namespace: int, size_bytes: int) -> None:
+        """A block has left in compiled code."""
+        self.departures.sent(self.store.now, namespace, size_bytes)
+        if self.departures.is_tight(self.store.now):
+            self.stop_pushing()
+
+    def _was_pushed_here(self, namespace: int, size_bytes: int) -> None:
+        """One has come so."""
+        self.arrivals.sent(self.store.now, namespace, size_bytes)
+        if self.arrivals.is_tight(self.store.now):
+            self.stop_taking()
 
     # --- the disk -----------------------------------------------------------------------------
 
@@ -723,7 +749,10 @@ class AgentCore:
                 and not self.limits.is_limited(namespace)  # nobody counts what is taken there
                 and self.recovery is None  # nobody may read what is in doubt
             )
-            self.shared.state_namespace(namespace, meaning_of(info), readable=allowed)
+            meaning = meaning_of(info)
+            if self.recovery is not None and not self.recovery.takes_over(namespace, meaning):
+                meaning = 0  # what has another meaning there is not cleared away yet
+            self.shared.state_namespace(namespace, meaning, readable=allowed)
 
     def _leave_old_pool(self, now: float, old: Pool, pool: Pool) -> None:
         # An index may come to stand for another node: a controller that has lost its state
@@ -946,6 +975,7 @@ class AgentCore:
             values |= self.reads.courier.values()
             ready_bytes += self.reads.courier.ready_bytes
         values["arena_ready_bytes"] = float(ready_bytes)
+        values |= self.engines.values()
         values |= self.facts
         values["arena_bytes"] = float(self.store.allocator.capacity_bytes)
         values["arena_used_bytes"] = float(self.store.used_bytes)

@@ -19,3 +19,10 @@ class BulkOutbox:
 
     pool: Pool | None = None
     calls: deque[BulkCall] = field(default_factory=deque)
+    unwanted: bool = False
+    """Whether gets among the calls that were made before are not `wanted` any more."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is anything for the adapters."""
+        return bool(self.calls) or self.unwanted

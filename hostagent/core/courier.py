@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.metrics import Metrics
@@ -80,7 +80,7 @@ for longest."""
 MAX_SIZES: Final = courier.LANDINGS // STOCK
 """The same of all namespaces."""
 PATIENCE_S: Final = 0.05
-"""How long the courier waits for an answer: as the requester does at least."""
+"""How long the courier waits for something of an answer at least: as long as the requester does."""
 REORDER_S: Final = 0.001
 """How long it waits for what is missing after the end of an answer."""
 MAX_UNANSWERED: Final = 256
@@ -99,6 +99,8 @@ CONVEYOR_PAUSE_S: Final = 1.0
 CONVEYOR_PAUSE_MAX_S: Final = 60.0
 """How long no conveyor is asked of a node after one was refused, or ended: at first, and at
 most."""
+_NODES: Final = 1 << 16
+"""Nodes have indices of 16 bits."""
 _READ_LEAD: Final = 64
 """Bytes in front of the READ, for whatever it is wrapped in."""
 _STATE_BYTES: Final = 1024
@@ -219,6 +221,18 @@ class Pause:
     until: float = -inf
 
 
+class _Seen(NamedTuple):
+    """What homes and READs were made for."""
+
+    pool: Pool | None
+    generation: int
+    """Of the namespaces."""
+    residents: frozenset[BlockId]
+    padded: bool
+    spread: int
+    shuns: int
+
+
 class Courier:
     """The courier's tables, and the core's side of them. `index_address`: where the index of
     `index_bits` bits of buckets lies, which stays there; `arena_address`: where the arena does, of
@@ -253,8 +267,10 @@ class Courier:
         self._kept: list[Any] = []
         self._courier: Any = courier.blank()
         self.address = ctypes.addressof(self._courier)
-        self._seen: tuple[Pool | None, int, object, bool, int] | None = None
+        self._seen: _Seen | None = None
         self._shunned: dict[int, float] = {}
+        self._shuns = 0
+        """How often that has changed."""
         self._sizes: list[_Size] = []
         """The one that came last is the last."""
         self._namespaces: dict[int, _Sizes] = {}
@@ -287,7 +303,8 @@ class Courier:
         """By node, where a conveyor was not to be had."""
         mine = self._courier
         mine.table = requester.placement.address
-        mine.patience_ns = int(PATIENCE_S * 1e9)
+        self._patience_ns = (ctypes.c_uint64 * _NODES)()
+        mine.patience_ns = ctypes.addressof(self._patience_ns)
         mine.reorder_ns = int(REORDER_S * 1e9)
         mine.next_tag = requester.next_tag()
         self._landings = self._array(courier.Landing, courier.LANDINGS)
@@ -396,13 +413,16 @@ class Courier:
         told = self.code.hear(self.address, number, at, len(data), _ns(now))
         if told == courier.OFFENCE:
             self._clients[number].state = courier.CLIENT_OFFENDS
-        reads = []
-        more = told == courier.SEND_READ
+        return list(self._reads(told == courier.SEND_READ))
+
+    def reads_to_send(self) -> list[tuple[int, bytes]]:
+        """READs that follow from the time, after `expire`, and the nodes that they are for."""
+        return list(self._reads(self.code.next_read(self.address)))
+
+    def _reads(self, more: bool) -> Iterator[tuple[int, bytes]]:
         while more:
-            read = bytes(self.read[_READ_LEAD : _READ_LEAD + self.read_bytes])
-            reads.append((self._courier.read_node, read))
+            yield self._courier.read_node, bytes(self.read[_READ_LEAD:][: self.read_bytes])
             more = self.code.next_read(self.address)
-        return reads
 
     def frames_came(self, why: int, now: float) -> bool:
         """Take what is the courier's own of what `place` has put in its place, and of the frame at
@@ -542,14 +562,17 @@ class Courier:
         shunned = self._shunned
         if shunned and min(shunned.values()) <= now:
             self._shunned = {home: until for home, until in shunned.items() if until > now}
-            self._seen = None
-        padded = self._requester.config.read_padding
-        seen = (
-            *(self._outbox.pool, self._store.generation, self.residents, padded),
+            self._shuns += 1
+        seen = _Seen(
+            self._outbox.pool,
+            self._store.generation,
+            self.residents,
+            self._requester.config.read_padding,
             self._spread.revision,
+            self._shuns,
         )
         if seen != self._seen:
-            self._follow(seen)
+            self._follow(now, seen)
         self._courier.open = not self._shut and self._requester.reads_alone(now)
         if self._courier.wanted_places:
             self._want(self._courier.wanted_places)
@@ -560,14 +583,16 @@ class Courier:
         if self._short and not self._shut and now >= self._no_room_until:
             self._fill(now)
 
-    def _follow(self, seen: tuple[Pool | None, int, Any, bool, int]) -> None:
-        """The map, the namespaces or what the switch holds have changed."""
-        pool = seen[0]
-        same = self._seen is not None and self._seen[:2] == seen[:2]
+    def _follow(self, now: float, seen: _Seen) -> None:
+        """The map, the namespaces, what the switch holds or which homes are asked have changed."""
+        pool, before = seen.pool, self._seen
         self._seen = seen
-        self.code.yield_all(self.address)
-        if not same:  # also: a landing place may be of a namespace that was dropped
-            self.give_room_back()
+        if before is None or before[:2] != seen[:2]:
+            self.code.yield_all(self.address)
+            self.give_room_back()  # a landing place may be of a namespace that was dropped
+        else:  # what is on its way still comes; but the switch may cut what it has in other chunks
+            for block in seen.residents - before.residents:
+                self.yield_to(now, block)
         homes = [NOBODY] * BUCKETS
         if pool is not None:
             for bucket in range(BUCKETS):
@@ -576,13 +601,20 @@ class Courier:
                     continue
                 if not self._spread.is_busy(nodes[0]):
                     homes[bucket] = nodes[0]
-            for block in itertools.chain(self.residents, self._spread.blocks()):
+            for block in itertools.chain(seen.residents, self._spread.blocks()):
                 homes[bucket_of(block.key)] = NOBODY
+            for home in set(homes) - {NOBODY}:
+                self._be_patient(home)
             self._courier.chunk_code = pool.chunking.code
-            read = _read_of(pool.chunking.code, padded=bool(seen[3]))
+            self._courier.read_flags = FLAG_PADDED if seen.padded else 0
+            read = _read_of(pool.chunking.code, padded=seen.padded)
             self.read_bytes = len(read)
             self.read[_READ_LEAD : _READ_LEAD + len(read)] = read
         ctypes.memmove(self._homes, (ctypes.c_uint32 * BUCKETS)(*homes), ctypes.sizeof(self._homes))
+
+    def _be_patient(self, home: int) -> None:
+        """Wait for that home as long as the requester does."""
+        self._patience_ns[home] = _ns(max(PATIENCE_S, self._requester.rto_s(home)))
 
     @property
     def is_shut(self) -> bool:
@@ -599,6 +631,8 @@ class Courier:
         another was of late. If it is large, there had better be a conveyor from where it was."""
         known = self.expect(now, block.namespace, size_bytes)
         home: int = self._homes[bucket_of(block.key)]
+        if home != NOBODY:
+            self._be_patient(home)
         large = size_bytes > SEGMENT_BYTES or known.stock > STOCK
         if large and home != NOBODY and home not in self._conveyed:
             self._courier.wished = home + 1
@@ -608,7 +642,7 @@ class Courier:
         known = self._like(namespace, size_bytes)
         if known is None:
             known = self._enter(_Size(namespace, size_bytes))
-        if not known.have:
+        if not known.have and not known.lacks:  # of many that come at once one counts
             known.lacks = self._short = True
             of = self._namespaces[namespace]
             of.wrong += 1
@@ -793,6 +827,9 @@ class Courier:
         self._store.advance(now)
         self._metrics.frames_answers_total += mine.frames
         mine.frames = 0
+        self._requester.counters.reads += mine.repairs
+        self._requester.counters.reads_partial += mine.repairs
+        mine.repairs = 0
         landed: Copy | None = None
         touched = set()
         view = self._records_view[: count * RECORD.size]
@@ -853,6 +890,7 @@ class Courier:
             shared=bool(told.flags & FLAG_SHARED),
             resident=bool(told.flags & FLAG_RESIDENT),
         )
+        self._be_patient(told.home)
         return landed
 
     def _give(self, now: float, told: Told, copy: Copy) -> None:
@@ -884,7 +922,7 @@ class Courier:
         if told.flags == courier.SILENCE:
             self._unanswered[BlockId(told.namespace, told.key)] = None
             self._shunned[told.home] = now + self._requester.config.suspect_s
-            self._seen = None
+            self._shuns += 1
         elif told.flags == courier.WRONG_DIGEST:
             self._requester.counters.corrupt_blocks += 1
         elif told.flags == courier.NOT_OFFERED:

@@ -16,8 +16,10 @@ Two kinds of changes:
 Whoever is offered a block that it has says so, and no bytes are sent; so several may offer the
 same. Bounds: `max_in_flight` calls; `rate_bytes_per_s`; `MAX_WAITING` blocks. A call that fails is
 made again after a pause: of a repair `TRIES` times in all, of a move as long as the map wants it
-(whoever is being drained must not go with the only copy), unless the other refuses the caller. A
-home holds what is in its buckets, whether or not its own engines may use the namespace.
+(whoever is being drained must not go with the only copy), unless the other refuses the caller. What
+leaves DRAM for a lower tier before its turn comes is brought back from there; where there is no
+room for it, that is tried again like a call. A home holds what is in its buckets, whether or not
+its own engines may use the namespace.
 """
 
 from __future__ import annotations
@@ -239,15 +241,21 @@ class Handover:
         node = pool.nodes_by_id.get(task.node_id) if pool is not None else None
         meaning = pool.meaning_of(task.block.namespace) if pool is not None else None
         if (
-            copy is None
-            or pool is None
+            pool is None
             or node is None
             or meaning is None
             or node.index not in pool.homes_of(task.block)
         ):
             if pinned is not None:
                 self._store.unpin(pinned)
-            self._over(task)  # there is nothing to hand over any more, or nobody to take it
+            self._over(task)  # nobody is there to take it
+            return
+        if copy is None:
+            if self._store.below.holds(task.block):
+                # DRAM has no room for it, perhaps because of others that are being sent.
+                self._not_landed(now, task)
+            else:
+                self._over(task)  # there is nothing to hand over any more
             return
         self._in_flight += 1
         self._may_send_at += copy.size_bytes / self.options.rate_bytes_per_s
@@ -300,20 +308,27 @@ class Handover:
                 self.counters.bytes += size_bytes
             else:  # it has cost next to nothing
                 self._may_send_at -= size_bytes / self.options.rate_bytes_per_s
-        elif outcome != EVICTED:
-            task.tries += 1
-            again = task.tries < TRIES or not task.spare
-            if again and outcome not in _HOPELESS and (outcome != bulk.NO_ROOM or not task.spare):
-                again_at = now + pause_after(task.tries, RETRY_S, RETRY_MAX_S)
-                task.recalled = False
-                heapq.heappush(self._later, (again_at, next(self._serial), task))
-                self.advance(now)
-                return
-            self.counters.failed += 1
-            self._failed += not task.spare
-        self._over(task)
+            self._over(task)
+        elif outcome == EVICTED:  # to the lower tier, perhaps
+            task.recalled = False
+            self._tasks.append(task)
+        else:
+            again = outcome not in _HOPELESS and (outcome != bulk.NO_ROOM or not task.spare)
+            self._not_landed(now, task, again=again)
         self.advance(now)
         self.progressed(now)
+
+    def _not_landed(self, now: float, task: _Task, *, again: bool = True) -> None:
+        """Try a task once more after a pause, if that may help and it was not tried too often."""
+        task.tries += 1
+        if again and (task.tries < TRIES or not task.spare):
+            again_at = now + pause_after(task.tries, RETRY_S, RETRY_MAX_S)
+            task.recalled = False
+            heapq.heappush(self._later, (again_at, next(self._serial), task))
+            return
+        self.counters.failed += 1
+        self._failed += not task.spare
+        self._over(task)
 
     def _over(self, task: _Task) -> None:
         self._moving -= not task.spare

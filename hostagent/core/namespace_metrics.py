@@ -23,11 +23,14 @@ TIMED_OUT: Final = "timed_out"
 FAILED: Final = "failed"
 NO_ROOM: Final = "no_room"
 """It is somewhere, and there is no room for it here."""
+GIVEN_UP: Final = "given_up"
+"""Its client did not wait for it."""
 
 _OF_REQUESTER: Final = {
     MissReason.DEADLINE: TIMED_OUT,
     MissReason.UNREACHABLE: TIMED_OUT,
     MissReason.NO_MEMORY: NO_ROOM,
+    MissReason.GIVEN_UP: GIVEN_UP,
 }
 """Those that nobody's memory explains; NOT_FOUND and NO_HOME are for the store to explain, and all
 others failed."""

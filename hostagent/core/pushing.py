@@ -32,14 +32,17 @@ from kvcast.hostagent.core.writes import Writes
 from kvcast.native.subset import ctypes_of
 from kvcast.protocol import pushing
 from kvcast.protocol.bounded_map import BoundedMap
+from kvcast.protocol.messages.questions import ACKS
 from kvcast.protocol.messages.wire import BUCKETS, BlockId, digest_of
 from kvcast.protocol.placement import address_of_buffer
 from kvcast.protocol.pushing import (
     DIGEST,
+    MOST_HOMES,
     NOBODY,
     NODES,
     NOWHERE,
     PUSH,
+    PUSHES,
     ROOM_GIVEN,
     ROOM_PUSHED,
     ROOM_SPARE,
@@ -60,7 +63,7 @@ class PushCounters:
     """Totals since the start."""
 
     put: int = 0
-    """Blocks of clients that their homes have by it."""
+    """Blocks of clients that were put by it, wherever their homes are."""
     taken: int = 0
     """Blocks that were pushed here."""
 
@@ -125,17 +128,20 @@ class Pushes:
         self._landed = self._array(pushing.Landed, pushing.LANDED)
         self._hints = (ctypes.c_uint32 * pushing.TICKETS)()
         self._mine = (ctypes.c_uint32 * BUCKETS)()
+        self._homes = (ctypes.c_uint32 * (BUCKETS * MOST_HOMES))(*[NOBODY] * BUCKETS * MOST_HOMES)
         self._reasons = (ctypes.c_uint64 * len(pushing.REASONS))()
         for name, memory in (
             *(("rooms", self._rooms), ("putters", self._putters), ("pushers", self._pushers)),
             *(("receivers", self._receivers), ("ended", self._ended), ("landed", self._landed)),
             *(("mine", self._mine), ("counters", self._reasons), ("by_ticket", self._hints)),
+            ("homes", self._homes),
         ):
             setattr(native, name, ctypes.addressof(memory))
         native.courier = courier.address
         native.lane = lane
         native.silence_ns = int(SILENCE_S * 1e9)
-        native.home_is_enough = writes.home_is_enough
+        native.me = NOBODY
+        native.default_ack = ACKS.index(writes.default_ack)
         for end in (*self._pushers, *self._receivers):
             end.node = NOBODY
         for receiver in self._receivers:
@@ -213,15 +219,20 @@ class Pushes:
     def take_back(self, client: int, tickets: Collection[int]) -> bool:
         """A client is not to put these rooms so; False, and nothing is done, where it has put one
         of them, and that has not ended."""
+        if any(self.is_pushed(client, ticket) for ticket in tickets):
+            return False
         found = [self._by_ticket.get((client, ticket)) for ticket in tickets]
         numbers = [number for number in found if number is not None]
-        if any(self._rooms[number].state == ROOM_PUSHED for number in numbers):
-            return False
         for number in numbers:
             if self._putters[client].next_room == number:
                 self._putters[client].next_room = NOWHERE
             self._forget(number)
         return True
+
+    def is_pushed(self, client: int, ticket: int) -> bool:
+        """Whether a client has put a room so, and that has not ended."""
+        number = self._by_ticket.get((client, ticket))
+        return number is not None and self._rooms[number].state == ROOM_PUSHED
 
     def _forget(self, number: int) -> None:
         lent = self._lent.pop(number)
@@ -235,13 +246,20 @@ class Pushes:
         """From now on compiled code runs, until `book`."""
         pool = self._outbox.pool
         if pool is not self._pool and pool is not None:
-            self._pool = pool
-            mine = [pool.index in pool.homes_of_bucket(bucket) for bucket in range(BUCKETS)]
-            ctypes.memmove(
-                self._mine, (ctypes.c_uint32 * BUCKETS)(*mine), ctypes.sizeof(self._mine)
-            )
+            self.follow(pool)
         self.native.open = self.connects and not shut and pool is not None
         self.native.takes = self._takes and not shut and pool is not None
+        self.native.scarce = 0
+
+    def follow(self, pool: Pool) -> None:
+        """The map is this one from now on."""
+        self._pool = pool
+        homes = [pool.homes_of_bucket(bucket) for bucket in range(BUCKETS)]
+        self._mine[:] = [pool.index in nodes for nodes in homes]
+        nobody = [NOBODY] * MOST_HOMES
+        few = ([*nodes, *nobody] if len(nodes) <= MOST_HOMES else nobody for nodes in homes)
+        self._homes[:] = [node for nodes in few for node in nodes[:MOST_HOMES]]
+        self.native.me = pool.index
 
     # --- what was done ----------------------------------------------------------------------------
 
@@ -256,7 +274,10 @@ class Pushes:
             return
         self._store.advance(now)
         native = self.native
-        for landed in pushing.take_landed(self._landed, native.landed_count):
+        # Others may be woken by what is told here, and have the books done then: each entry once.
+        come = pushing.take_landed(self._landed, native.landed_count)
+        native.landed_count = 0
+        for landed in come:
             block = BlockId(landed.namespace, landed.key)
             place = self._courier.take_landed(landed.landing)
             place.parent = landed.parent if any(landed.parent) else b""
@@ -265,23 +286,24 @@ class Pushes:
             self._store.unpin(copy)
             self.counters.taken += 1
             self._serving.pushed(block, landed.size_bytes)
-        native.landed_count = 0
-        for ended in pushing.take_ended(self._ended, native.ended_count):
+        over = pushing.take_ended(self._ended, native.ended_count)
+        native.ended_count = 0
+        for ended in over:
             lent = self._lent[ended.room]
             self._forget(ended.room)
             if ended.is_taken:
                 self.counters.put += 1
-                self._pauses.pop(ended.node, None)
+                for node in ended.nodes:
+                    self._pauses.pop(node, None)
                 if not lent.copy.block.key:
                     self._store.name(lent.copy, BlockId(ended.namespace, ended.key))
-                self._writes.pushed(now, lent.copy, ended.digest, ended.node)
+                self._writes.put(now, lent.copy, ended.digest, ended.nodes)
             else:
                 self._store.abort(lent.copy)
             holder = self._holders.get(lent.client)
             if holder is not None:
                 self._metrics.local_requests_total += 1
                 holder.was_put(lent.ticket)
-        native.ended_count = 0
 
     def values(self) -> dict[str, float]:
         """Totals by name."""
@@ -410,21 +432,22 @@ class Pushes:
         self.native.unsent = 0
         pusher = self._pushers[number]
         at = ctypes.addressof(pusher)
-        place = self.code.leaves_next(self.address, at)
-        if place == pushing.ROOMS:
+        place = self.code.leaves_next(at, 0)
+        if place == PUSHES:
             return b"", False
-        room = self._rooms[place]
-        of_block = not room.push_left and bool(room.left)
+        sending = pusher.sendings[place]
+        room = self._rooms[sending.room]
+        of_block = not sending.push_left and bool(sending.left)
         if of_block:
-            begin = room.address + room.size - room.left
-            piece = ctypes.string_at(begin, min(room.left, at_most))
-        elif room.push_left:
+            begin = room.address + room.size - sending.left
+            piece = ctypes.string_at(begin, min(sending.left, at_most))
+        elif sending.push_left:
             header = ctypes.addressof(room) + type(room).push.offset
-            piece = ctypes.string_at(header, PUSH.size)[PUSH.size - room.push_left :]
+            piece = ctypes.string_at(header, PUSH.size)[PUSH.size - sending.push_left :]
         else:
-            piece = DIGEST.pack(room.digest[0])[DIGEST.size - room.digest_left :]
+            piece = DIGEST.pack(room.digest[0])[DIGEST.size - sending.digest_left :]
         piece = piece[:at_most]
-        self.code.has_left(self.address, at, place, len(piece), _ns(now))
+        self.code.has_left(self.address, at, len(piece), _ns(now))
         return piece, of_block
 
     def heard_verdicts(self, number: int, data: bytes, now: float) -> None:

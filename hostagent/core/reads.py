@@ -19,7 +19,10 @@ somebody does, or the probe leads nowhere, they are read as single ones are. So 
 bulk way fails.
 
 Every batch of gets ends by its own deadline, whatever the fetches do; a fetch that nobody waits
-for any more goes on to its own, and its block is then simply cached.
+for any more goes on to its own, and its block is then simply cached. A batch that is given up ends
+at once, and with it the fetches that are for it alone: links that are slow are for what is wanted.
+Those that others may count on (a reader group's, prefetches, blocks that are kept or that another
+node waits for) go on.
 """
 
 from __future__ import annotations
@@ -134,6 +137,8 @@ class _Fetch:
     """Told when the disk has answered, or has taken too long."""
     source: Source | None = None
     """From which tier below; None = it is not asked yet."""
+    for_later: bool = False
+    """It goes on though nobody waits for it."""
 
 
 class Source(Protocol):
@@ -257,16 +262,16 @@ class Reads:
         gather_ms: int = 0,
         group: int = 0,
         expect: bool = False,
-    ) -> None:
+    ) -> GetBatch:
         """Get blocks of a namespace that `refusal` allows; `answered` may be called before this
-        returns."""
+        returns. What is returned is for `give_up`."""
         self._now = now
         batch = GetBatch([BlockId(namespace, key) for key in keys], now, deadline, answered)
         self._metrics.gets_total += len(keys)
         self._metrics.by_namespace.of(namespace).gets += len(keys)
         if not keys:
             answered(batch)
-            return
+            return batch
         gathers = gather_ms and not self._alone(namespace)
         probes = self._probes(now, looks_for_company=bool(gathers or group or expect))
         on_disk: list[tuple[_Fetch, int]] = []
@@ -292,6 +297,30 @@ class Reads:
         if batch.left:
             self._timers.arm(batch, deadline)
         self.drain(now)
+        return batch
+
+    def give_up(self, now: float, batch: GetBatch) -> None:
+        """Nobody waits for this batch any more. What is missing of it is, now; and fetches end that
+        are for nothing else."""
+        self._now = now
+        left = [at for at, item in enumerate(batch.items) if item is None]
+        for position in left:
+            self._missed(batch, position, local.MISS, MissReason.GIVEN_UP)
+        # The last first: those that follow a probe come after it, and it is for them, too.
+        for position in reversed(left):
+            fetch = self._fetches.get(batch.blocks[position])
+            if fetch is not None and not self._is_wanted(fetch):
+                self._end(now, fetch)
+                self._outbox.unwanted = True
+        self.drain(now)
+
+    def _is_wanted(self, fetch: _Fetch) -> bool:
+        return (
+            fetch.for_later
+            or bool(fetch.keeps or fetch.recallers)
+            or any(batch.items[position] is None for batch, position in fetch.waiters)
+            or any(map(self.is_on, fetch.followers))
+        )
 
     def prefetch(
         self,
@@ -312,10 +341,13 @@ class Reads:
             block = BlockId(namespace, key)
             if self._store.get(block) is None:
                 self._metrics.prefetches_total += 1
-                if (on_disk := self._from_disk(now, block, deadline)) is not None:
-                    self._read_disk(now, on_disk)
+                fetch = self._from_disk(now, block, deadline)
+                if fetch is not None:
+                    self._read_disk(now, fetch)
                 elif probes is None or self._follow(now, block, deadline, probes) is None:
                     self._join(now, block, deadline, gather_ms or None, group, expect)
+                if (fetch := self._fetches.get(block)) is not None:
+                    fetch.for_later = True
                 started += 1
         self.drain(now)
         return started
@@ -449,7 +481,7 @@ class Reads:
         committed_at: float,
     ) -> None:
         self._now = now
-        wanted = self._fetches.get(fetch.block) is fetch and fetch.fetch_id < 0
+        wanted = self.is_on(fetch) and fetch.fetch_id < 0
         source = fetch.source
         assert source is not None
         if error or not wanted:
@@ -554,6 +586,7 @@ class Reads:
         fetch = self._fetches.get(block)
         if fetch is not None:
             self._metrics.gets_joined_total += 1
+            fetch.for_later |= bool(group)
             if deadline > fetch.deadline:
                 fetch.deadline = deadline
                 self.requester.extend(fetch.fetch_id, deadline)
@@ -578,6 +611,7 @@ class Reads:
         # Who was to ask, and comes late, finds that another asks in its place.
         expect = expect or bool(group and self.requester.hears(now, group))
         fetch = self._begin(block, deadline, now)
+        fetch.for_later = bool(group)  # other members may wait for what this one asks for
         fetch.fetch_id = self.requester.fetch(
             now,
             block,
@@ -612,12 +646,16 @@ class Reads:
     def forget_namespaces(self, now: float, namespaces: Collection[int]) -> None:
         """End the fetches of these namespaces: what their keys name is not known any more."""
         for fetch in [f for f in self._fetches.values() if f.block.namespace in namespaces]:
-            if fetch.fetch_id >= 0:
-                self.requester.cancel(now, fetch.fetch_id)
-            else:
-                self._over(fetch.block)
-                self._end_without(fetch, MissReason.CANCELLED)
+            self._end(now, fetch)
         self.drain(now)
+
+    def _end(self, now: float, fetch: _Fetch) -> None:
+        """Have a fetch end without its block; to be followed by `drain`."""
+        if fetch.fetch_id >= 0:
+            self.requester.cancel(now, fetch.fetch_id)
+        else:
+            self._over(fetch.block)
+            self._end_without(fetch, MissReason.CANCELLED)
 
     # --- time and events ----------------------------------------------------------------------
 
@@ -645,7 +683,7 @@ class Reads:
 
     def _out_of_patience(self, now: float, fetch: _Fetch) -> None:
         """The disk takes long: what it brings is taken only if nobody else brings it before."""
-        if not fetch.from_disk or self._fetches.get(fetch.block) is not fetch:
+        if not fetch.from_disk or not self.is_on(fetch):
             return
         if fetch.fetch_id >= 0:
             return  # it is asked for elsewhere since the tier before this one took long
@@ -749,12 +787,12 @@ class Reads:
         """Fetch what waited for this probe from its home over the bulk link."""
         followers, probe.followers = probe.followers, []
         for fetch in followers:
-            if self._fetches.get(fetch.block) is fetch:
+            if self.is_on(fetch):
                 self._outbox.calls.append(_Rest(self, fetch, home).call)
 
     def _read(self, now: float, fetch: _Fetch, *, probe: bool = True) -> None:
         """Read a block that was to come another way. `probe`: whether an offer may be taken."""
-        if self._fetches.get(fetch.block) is not fetch:
+        if not self.is_on(fetch):
             return  # it has ended
         pool = self._outbox.pool
         homes = pool.other_homes_of(fetch.block) if pool is not None else []
@@ -770,10 +808,13 @@ class Reads:
 
     # --- the bulk way -------------------------------------------------------------------------
 
+    def is_on(self, fetch: _Fetch) -> bool:
+        """Whether this fetch has not ended yet."""
+        return self._fetches.get(fetch.block) is fetch
+
     def room(self, fetch: _Fetch, size_bytes: int) -> ArenaReservation | None:
         """Room for a block that is to come over the bulk link, if it is still wanted."""
-        still = self._fetches.get(fetch.block) is fetch
-        if not still or size_bytes > self.requester.config.max_block_bytes:
+        if not self.is_on(fetch) or size_bytes > self.requester.config.max_block_bytes:
             return None
         return self._reservations.reserve(fetch.block, size_bytes)
 
@@ -784,7 +825,7 @@ class Reads:
         self._now = now
         if outcome == bulk.WRONG_DIGEST:
             self._metrics.bulk_wrong_digest_total += 1
-        if self._fetches.get(fetch.block) is not fetch:
+        if not self.is_on(fetch):
             if came is not None:
                 came.abort()
         elif came is None or outcome != bulk.DONE:
@@ -825,6 +866,7 @@ class Reads:
                 begin,
                 ended,
                 event.start_bytes,
+                lambda: self.is_on(fetch),
             )
         )
         self._bulk_followers(now, fetch, event.home)
@@ -880,9 +922,14 @@ class Reads:
                 reservation.abort()
             self.drain(now)
 
-        deadline = self._fetches[block].deadline
+        present = self._fetches[block]
         index, _ = homes.popleft()
-        self._outbox.calls.append(GetCall(index, block, 0, deadline, begin, ended))
+        self._outbox.calls.append(
+            GetCall(
+                *(index, block, 0, present.deadline, begin, ended),
+                wanted=lambda: self.is_on(present),
+            )
+        )
 
     # --- answers ------------------------------------------------------------------------------
 
@@ -924,7 +971,10 @@ class _Rest:
         self._fetch = fetch
         self._room: ArenaReservation | None = None
         self._digest = 0
-        self.call = GetCall(home, fetch.block, 0, fetch.deadline, self._begin, self._ended)
+        self.call = GetCall(
+            *(home, fetch.block, 0, fetch.deadline, self._begin, self._ended),
+            wanted=lambda: reads.is_on(fetch),
+        )
 
     def _begin(self, size_bytes: int, digest: int) -> memoryview | None:
         self._digest = digest

@@ -87,6 +87,12 @@ class Recovery:
         self._meant = {number: self._index.meaning(number) for number in pool.namespaces}
         self._store.recovery = self
 
+    def takes_over(self, namespace: int, meaning: int) -> bool:
+        """Whether copies of a namespace that means this now are taken over. Where they are not, the
+        index must not say this meaning before all entries are cleared away: whoever starts after a
+        crash until then would believe them."""
+        return self._meant.get(namespace) == meaning
+
     # --- the store's side -------------------------------------------------------------------------
 
     def look(self, block: BlockId, copy: Copy | None) -> Copy | None:

@@ -63,8 +63,11 @@ class Serving:
         """Whether there can be conveyors from here,"""
         self.takes_pushes = False
         """whether other nodes may push blocks here on connections of their own,"""
-        self.is_tight: Callable[[], bool] = lambda: False
-        """and whether they had better not be, for the sake of other namespaces."""
+        self.is_tight: Callable[[bool], bool] = lambda _pushes: False
+        """and whether there had better be none, of either kind, for the sake of other namespaces.
+        """
+        self.was_pushed: Callable[[int, int], None] = lambda _namespace, _size_bytes: None
+        """Told of what has come so."""
         self.stored: Callable[[BlockId, int], None] = lambda _block, _size_bytes: None
         """Told of every block, and its size in bytes, that has come by a call."""
         self.came: Callable[[BlockId], None] = lambda _block: None
@@ -151,6 +154,7 @@ class Serving:
         """Another node has pushed a block here, which has been committed."""
         self._metrics.bulk_requests_served_total += 1
         self._metrics.payload_bytes_received_bulk_put_total += size_bytes
+        self.was_pushed(block.namespace, size_bytes)
         self.came(block)
 
     def abort_put(self, copy: Copy) -> None:
@@ -217,7 +221,8 @@ class Serving:
         pool = self._outbox.pool
         known = pool is not None and caller in pool.nodes_by_id
         able = self.takes_pushes if convey.pushes else self.conveys
-        if able and known and convey.version == CONVEYOR_VERSION and not self.is_tight():
+        tight = self.is_tight(convey.pushes)
+        if able and known and convey.version == CONVEYOR_VERSION and not tight:
             return bulk.DONE
         self._metrics.bulk_requests_refused_total += 1
         return bulk.FORBIDDEN

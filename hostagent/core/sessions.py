@@ -36,6 +36,7 @@ from kvcast.protocol.messages.control import (
     NamespaceInfo,
     NamespaceRequest,
 )
+from kvcast.protocol.messages.questions import MAX_MANY
 from kvcast.protocol.messages.wire import KEY_BYTES, BlockId
 
 _DROP_TIMEOUT_S = 5.0
@@ -77,6 +78,8 @@ class Session:
         self._tell_courier: Callable[[int], None] = lambda _held_bytes: None
         self._closed = False
         self._in_flight = 0
+        self._gets: dict[int, GetBatch] = {}
+        """Those without an answer yet, by the number of the request."""
         self._told: dict[int, tuple[str, str, str, str]] = {}
         """Namespaces that this client was given by what they stood for, and what that was."""
         self._next_handle = first_handle
@@ -234,6 +237,10 @@ class Session:
     def close(self) -> bool:
         """The client is gone: unpin and give back all that it held; whether that was anything."""
         self._closed = True
+        self._core.engines.left(self)
+        reads = self._core.reads
+        for batch in list(self._gets.values()):
+            reads.give_up(reads.now, batch)
         held = bool(self._handles or self._tickets or self._pins)
         if self._region is not None:
             assert self._core.shared is not None
@@ -272,6 +279,9 @@ class Session:
         if isinstance(request, local.Release):
             self._core.metrics.local_releases_total += 1
             self._release(request)
+            for number in request.given_up:
+                if (batch := self._gets.get(number)) is not None:
+                    self._core.reads.give_up(now, batch)
             return
         if self._in_flight >= local.MAX_REQUESTS_IN_FLIGHT:
             self._core.metrics.local_busy_total += 1
@@ -293,6 +303,8 @@ class Session:
             self._find_namespace(request)
         elif isinstance(request, local.FindGroup):
             self._find_group(request)
+        elif isinstance(request, local.Weighed):
+            self._reply(local.Ack(request.request, self._core.engines.told(self, request)))
         elif isinstance(request, local.DescribePool):
             self._describe(request)
         else:
@@ -477,9 +489,10 @@ class Session:
         number = request.request
 
         def answered(batch: GetBatch) -> None:
+            self._gets.pop(number, None)
             self._reply(local.Got(number, self._take(batch)))
 
-        self._core.reads.get(
+        batch = self._core.reads.get(
             now,
             request.namespace,
             request.keys,
@@ -489,6 +502,8 @@ class Session:
             group=request.group,
             expect=request.expect,
         )
+        if batch.left:
+            self._gets[number] = batch
 
     def _look(self) -> None:
         """See what the client pins by itself, before it is given more to hold."""
@@ -553,13 +568,14 @@ class Session:
             above = next(derived) if parent else b""
             extents.append(
                 self._alloc_one(
-                    BlockId(request.namespace, key), size_bytes, above, depth, alone=count == 1
+                    *(BlockId(request.namespace, key), size_bytes, above, depth),
+                    few=count <= MAX_MANY,
                 )
             )
         self._reply(local.Allocated(request.request, extents))
 
     def _alloc_one(
-        self, block: BlockId, size_bytes: int, parent: bytes, depth: int, *, alone: bool
+        self, block: BlockId, size_bytes: int, parent: bytes, depth: int, *, few: bool
     ) -> local.Extent:
         store = self._core.store
         if size_bytes > min(
@@ -581,7 +597,7 @@ class Session:
         self._core.limits.moved(block.namespace, size_bytes)
         self._tickets[ticket] = copy
         self._hold(copy)
-        if alone and self._rooms is not None:
+        if few and self._rooms is not None:
             self._rooms.lend(ticket, copy)
         return local.Extent(local.OK, ticket, copy.offset)
 

@@ -14,8 +14,9 @@ goes without being written.
 
 **Down.** When DRAM is fuller than a high mark, the copies that its policies would give up next are
 written, until it is below a low one; a copy that nobody has used meanwhile then goes from DRAM. The
-same for a namespace that nears its quota. Copies are written some at a time, in rounds, each of
-which ends with a flush:
+same for a namespace that nears its quota. Where the marks are follows from what comes, and from how
+long it takes to make room for it (`headroom`). Copies are written some at a time, in rounds, each
+of which ends with a flush:
 
 | what is done with some copies | in round |
 |---|---|
@@ -53,6 +54,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Final
 
+from kvcast.hostagent.core.headroom import Headroom
 from kvcast.hostagent.core.store import (
     COMMITTED,
     EVICTED,
@@ -99,10 +101,11 @@ DAMAGED: Final = "damaged on disk"
 class SsdRules:
     """When blocks move, and how much at once."""
 
-    high_share: float = 0.9
-    """Of the arena, or of a namespace's quota, in use: more, and copies go down."""
-    low_share: float = 0.85
-    """Until no more is in use."""
+    high_share: float | None = None
+    """Of the arena, or of a namespace's quota, in use: more, and copies go down. None: as much as
+    leaves the `headroom`."""
+    low_share: float = 0.0
+    """Until no more is in use; where `high_share` is None, what leaves half as much again."""
     batch_bytes: int = 128 << 20
     """Written in a round, at most; but one block at least."""
     batch_share: float = 1 / 8
@@ -184,6 +187,8 @@ class _Move:
     for_quota: bool
     cleared: int
     """What must have gone from the disk's table before its bytes may be written, as `_File`."""
+    taken_bytes: int
+    """What room had been taken of DRAM in all when there was more in use than the high mark."""
     error: str = DONE
 
 
@@ -362,6 +367,9 @@ class SsdTier:
         self._begun = False
         self._reads: deque[_Read] = deque()
         self._reading = 0
+        self._headroom = Headroom(store.allocator.capacity_bytes)
+        self._taken_bytes = 0
+        """As `_Move`, of those that are being chosen."""
         self._passing: BoundedMap[BlockId, float] = BoundedMap(_PASSING_KNOWN)
         self._read_at: BoundedMap[BlockId, float] = BoundedMap(_PASSING_KNOWN)
         self._now = 0.0
@@ -383,6 +391,7 @@ class SsdTier:
         if held is not None and held.digest != copy.digest:
             self.counters.superseded += 1
             self.shelf.drop(copy.block)
+        self._headroom.came(self._now, copy.reserved_bytes)
         if self._is_over() or self._table.dirty or self._is_near_quota(copy.block.namespace):
             self._ask_for_step()
 
@@ -390,6 +399,8 @@ class SsdTier:
         """As `store.Below`."""
         if not self.holds(copy.block):
             self.counters.left_unwritten += 1
+            if self._store.used_bytes > self._marks()[0] and not any(True for _ in self._moves()):
+                self._headroom.ran_out(self._now)
 
     def drop(self, block: BlockId) -> bool:
         """As `store.Below`."""
@@ -473,6 +484,7 @@ class SsdTier:
                 ("writes_waiting", sum(1 for _ in self._moves())),
                 ("files", sum(not file.failed for file in self._files)),
                 ("entries_left", len(self._found)),
+                ("headroom_bytes", self._store.allocator.capacity_bytes - self._marks()[0]),
                 ("evictions_total", self.shelf.counters.evictions),
                 ("expired_total", self.shelf.counters.expired),
             )
@@ -512,14 +524,22 @@ class SsdTier:
 
     # --- down: what ---------------------------------------------------------------------------
 
+    def _marks(self, quota_bytes: int = 0) -> tuple[float, float]:
+        """(how much of DRAM, or of a quota, is in use before copies go down; until no more is)."""
+        of_bytes = quota_bytes or self._store.allocator.capacity_bytes
+        high, low = self.rules.high_share, self.rules.low_share
+        if high is not None:
+            return high * of_bytes, low * of_bytes
+        free_bytes = self._headroom.wanted_bytes(self._now, of_bytes)
+        return of_bytes - free_bytes, of_bytes - 1.5 * free_bytes
+
     def _is_over(self) -> bool:
-        capacity = self._store.allocator.capacity_bytes
-        return self._draining or self._store.used_bytes > self.rules.high_share * capacity
+        return self._draining or self._store.used_bytes > self._marks()[0]
 
     def _is_near_quota(self, namespace: int) -> bool:
         store = self._store
         quota = store.quota_of(namespace)
-        return bool(quota) and store.namespace_bytes(namespace) > self.rules.high_share * quota
+        return bool(quota) and store.namespace_bytes(namespace) > self._marks(quota)[0]
 
     def _moves(self) -> Iterator[_Move]:
         return itertools.chain(
@@ -530,17 +550,18 @@ class SsdTier:
         """Find copies that are to go down: pinned here and reserved on the shelf. Those that lie
         there already go from DRAM at once."""
         assert not self._chosen
-        store, rules = self._store, self.rules
-        capacity = store.allocator.capacity_bytes
+        store = self._store
+        over_bytes = max(0, int(store.used_bytes - self._marks()[0]))
+        self._taken_bytes = store.counters.taken_bytes - over_bytes
         if self._is_over():
             store.elsewhere.refresh()
-            low = rules.low_share * capacity
+            _, low = self._marks()
             self._draining = self._choose_some(None, lambda: store.used_bytes, low)
         for namespace in store.namespaces():
             quota = store.quota_of(namespace)
             if self._is_near_quota(namespace):
                 used = self._used_of(namespace)
-                self._choose_some(namespace, used, rules.low_share * quota)
+                self._choose_some(namespace, used, self._marks(quota)[1])
 
     def _used_of(self, namespace: int) -> Callable[[], int]:
         return lambda: self._store.namespace_bytes(namespace)
@@ -628,7 +649,9 @@ class SsdTier:
             return None
         used_at = copy.used_at
         self._store.pin(copy)
-        return _Move(copy, room, used_at, meaning, for_quota, self._table.cleared)
+        return _Move(
+            *(copy, room, used_at, meaning, for_quota, self._table.cleared, self._taken_bytes)
+        )
 
     # --- down: how ----------------------------------------------------------------------------
 
@@ -805,7 +828,11 @@ class SsdTier:
     def _finish(self) -> None:
         """What was written and entered is on the shelf, and goes from DRAM."""
         moves, self._entered = self._entered, []
-        low = self.rules.low_share * self._store.allocator.capacity_bytes
+        chosen_at = [move.taken_bytes for move in moves if not move.error]
+        if chosen_at:
+            taken_bytes = self._store.counters.taken_bytes - min(chosen_at)
+            self._headroom.measured(self._now, taken_bytes)
+        _, low = self._marks()
         for move in moves:
             copy, room = move.copy, move.room
             file = self._file_of(room.offset)

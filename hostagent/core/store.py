@@ -356,6 +356,8 @@ class StoreCounters:
     """Commits of a block that was held already, with the same bytes."""
     conflicts: int = 0
     """Commits of a block that was held already, with other bytes; the first copy stayed."""
+    taken_bytes: int = 0
+    """Room that was taken for blocks, those that did not come included."""
     evictions: int = 0
     evicted_bytes: int = 0
     drops: int = 0
@@ -676,6 +678,7 @@ class Store:
             self._namespaces[block.namespace] = state
             self._note_kind(block.namespace, state)
         state.used_bytes += reserved_bytes
+        self.counters.taken_bytes += reserved_bytes
         state.copies += 1
         return copy
 

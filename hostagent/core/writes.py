@@ -17,7 +17,7 @@ put is never refused because replication is slow.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -94,6 +94,8 @@ class Writes:
         self._metrics = metrics
         self.replications = 0
         """Copies on their way or waiting for it."""
+        self.was_pushed: Callable[[int, int], None] = lambda _namespace, _size_bytes: None
+        """Told of every block, by namespace and size in bytes, that compiled code has sent home."""
 
     def commit(
         self,
@@ -135,21 +137,23 @@ class Writes:
             return
         if ack == ACK_LOCAL or (ack == ACK_HOME and homes[0] == pool.index):
             self._answer(batch, put, local.OK)
-        self._replicate(now, batch, put, pool, meaning, pool.index)
+        self._replicate(now, batch, put, pool, meaning, ())
         self._settle(batch, put)
 
     @property
-    def home_is_enough(self) -> bool:
-        """Whether puts that do not say what is to be waited for wait for their first home."""
-        return self._options.put_ack == ACK_HOME
+    def default_ack(self) -> str:
+        """What puts wait for that do not say it; one of `ACKS`."""
+        return self._options.put_ack
 
-    def pushed(self, now: float, copy: Copy, digest: int, home: int) -> None:
-        """The put of a reserved copy, which `home` has, has been acknowledged: it is a block here,
-        too, and goes to the other homes."""
+    def put(self, now: float, copy: Copy, digest: int, nodes: Collection[int]) -> None:
+        """The put of a reserved copy, which was pushed to these nodes, has been acknowledged: it is
+        a block here, too, and goes to the other homes."""
         self._count(copy)
-        self._metrics.replications_total += 1
-        self._metrics.bulk_requests_sent_total += 1
-        self._metrics.payload_bytes_sent_bulk_put_total += copy.size_bytes
+        self._metrics.replications_total += len(nodes)
+        self._metrics.bulk_requests_sent_total += len(nodes)
+        self._metrics.payload_bytes_sent_bulk_put_total += len(nodes) * copy.size_bytes
+        if nodes:
+            self.was_pushed(copy.block.namespace, len(nodes) * copy.size_bytes)
         pool = self._outbox.pool
         homes = pool.homes_of(copy.block) if pool is not None else ()
         here = pool is not None and pool.index in homes
@@ -160,10 +164,10 @@ class Writes:
         meaning = pool.meaning_of(copy.block.namespace) if pool is not None else None
         if pool is None or meaning is None:
             return
-        put = _Put(0, copy, home, ACK_HOME, len(homes), copies=1)
+        put = _Put(0, copy, -1, ACK_LOCAL, len(homes))
         batch = PutBatch([None], _heard, 1)
         self._answer(batch, put, local.OK)
-        self._replicate(now, batch, put, pool, meaning, home)
+        self._replicate(now, batch, put, pool, meaning, nodes)
 
     def _count(self, copy: Copy) -> None:
         self._metrics.puts_total += 1
@@ -172,11 +176,17 @@ class Writes:
         mine.put_bytes += copy.size_bytes
 
     def _replicate(
-        self, now: float, batch: PutBatch, put: _Put, pool: Pool, meaning: int, has_it: int
+        self,
+        now: float,
+        batch: PutBatch,
+        put: _Put,
+        pool: Pool,
+        meaning: int,
+        have_it: Collection[int],
     ) -> None:
-        """Send a put's copy to the block's homes but this node, and one that has it."""
+        """Send a put's copy to the block's homes but this node, and those that have it."""
         for node in pool.homes_of(put.copy.block):
-            if node in (pool.index, has_it):
+            if node == pool.index or node in have_it:
                 continue
             if self.replications >= self._options.max_replications:
                 self._metrics.replications_dropped_total += 1

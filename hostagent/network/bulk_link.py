@@ -49,7 +49,8 @@ class BulkCaller:
         self._credentials = credentials
         self._core_told = core_told  # a core was told something: do what that has caused
         self._link = CallerCore(
-            core.options.node_id, options, core.metrics, core.serving.view, core.weight_of
+            *(core.options.node_id, options, core.metrics, core.serving.view),
+            *(core.weight_of, core.departures),
         )
         self._pool: Pool | None = None
         self._drivers: dict[BulkConnection, ConnectingDriver] = {}
@@ -61,6 +62,7 @@ class BulkCaller:
         self._conveying: dict[tuple[str, bool], ConveyCall] = {}
         """By node, and whether it is for pushing, the conveyor that is being made."""
         self._soon = False
+        self._timer: asyncio.TimerHandle | None = None
         self._dispatching = False
         self._ended: list[Complete] = []
         """Calls that have ended while the cores could not be told."""
@@ -74,10 +76,13 @@ class BulkCaller:
             self._link.use_nodes(loop.time(), pool.nodes)
         calls = list(self._core.outbox.calls)
         self._core.outbox.calls.clear()
+        unwanted, self._core.outbox.unwanted = self._core.outbox.unwanted, False
         # Whoever called is in the middle of an event of the cores, and may not be told of ends now.
         self._dispatching = True
         try:
             self._link.ask(loop.time(), *calls)
+            if unwanted:
+                self._link.end_unwanted(loop.time())
             self._carry_out()
         finally:
             self._dispatching = False
@@ -111,6 +116,20 @@ class BulkCaller:
                     self._connect(connection)
                 case _ if (driver := self._drivers.get(instruction.connection)) is not None:
                     driver.flush()
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        when = self._link.get_timer()
+        if when is None or (self._timer is not None and self._timer.when() <= when):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(when, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._link.handle_timer(asyncio.get_running_loop().time())
+        self._act()
 
     def _connect(self, connection: BulkConnection) -> None:
         node = connection.node
@@ -185,6 +204,9 @@ class BulkCaller:
             call.wake()
         self._link.close(asyncio.get_running_loop().time())
         self._act()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class BulkServer:
@@ -248,7 +270,8 @@ class BulkServer:
             now = asyncio.get_running_loop().time()
             core = self._core
             return BulkCallee(
-                now, core.serving, self._options, core.metrics, named, core.departures
+                *(now, core.serving, self._options, core.metrics, named),
+                *(core.departures, core.arrivals),
             )
 
         def refused(error: PeerError) -> None:

@@ -2,7 +2,7 @@
 cache, so that agents that start later find it there. Owns: the list of it.
 """
 
-from kvcast.hostagent.network import courier, lander, landing_zone, mover
+from kvcast.hostagent.network import calling_card, courier, lander, landing_zone, mover
 from kvcast.protocol import chains, lane, placement
 from kvcast.protocol import courier as couriers
 from kvcast.protocol.requester import landing
@@ -10,7 +10,7 @@ from kvcast.protocol.requester import landing
 
 def main() -> None:
     """See the module's description."""
-    agents = (courier, lander, landing_zone, mover)
+    agents = (calling_card, courier, lander, landing_zone, mover)
     for module in (chains, couriers, lane, placement, landing, *agents):
         make = getattr(module, "compiled", None) or module._compiled
         make()

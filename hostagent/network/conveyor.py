@@ -15,9 +15,10 @@ import ctypes
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Final, NamedTuple, Protocol
+from typing import Annotated, Any, Final, Protocol
 
 from kvcast.hostagent.core.courier import Courier as CourierCore
+from kvcast.hostagent.core.ends import Ends, Table
 from kvcast.hostagent.network.lander import Hashing, Landing, Landings, land, wait_for_any
 from kvcast.native.linux import (
     EAGAIN,
@@ -165,25 +166,23 @@ def take_blocks(c: Conveyors, number: U64, now_ns: U64) -> None:
 
 
 @native
-def hear_requests(g: Giver) -> None:
-    """Read requests, as many as there is room for."""
-    while True:
-        room = room_for_requests(g)
-        if room == 0:
-            return
-        got = recv(g.fd, g.buffer + g.heard, room, MSG_DONTWAIT)
-        if got > 0:
-            g.heard += unsigned(got)
-        elif got == 0:
-            g.gone = 1
-            return
-        else:
-            error = error_number()
-            if error == EAGAIN:
-                return
-            if error != EINTR:
-                g.gone = 1
-                return
+def hear_requests(g: Giver) -> bool:
+    """Read requests, as many as there is room for; whether there may be more."""
+    room = room_for_requests(g)
+    if room == 0:
+        return False
+    got = recv(g.fd, g.buffer + g.heard, room, MSG_DONTWAIT)
+    if got > 0:
+        g.heard += unsigned(got)
+        return True
+    if got < 0:
+        error = error_number()
+        if error == EAGAIN:
+            return False
+        if error == EINTR:
+            return True
+    g.gone = 1
+    return False
 
 
 @native
@@ -191,14 +190,18 @@ def give_blocks(c: Conveyors, g: Giver, now_ns: U64) -> None:
     """Read what is asked for, and send as much as the socket takes."""
     giving = c.giving[0]
     g.ready = 0
-    hear_requests(g)
     message = c.message[0]
     sent = 0
+    unheard = True
     while g.gone == 0:
+        if unheard:  # once more after bytes have left, which readers wait for
+            unheard = hear_requests(g)
         more = True
         while more:
             more = give_next(giving, g)
         if g.pending == 0:
+            if unheard:
+                continue
             break
         if sent >= TURN_BYTES:
             g.ready = 1
@@ -261,13 +264,6 @@ class Roles(Protocol):
         """Undo either, before the descriptor is closed."""
 
 
-class _End(NamedTuple):
-    """One connection, and the node at its other end."""
-
-    sock: socket.socket
-    node_id: str
-
-
 class ConveyorSockets:
     """The conveyors of a node. `given` hears of what was given (blocks, and their bytes that have
     left); `pinned` is memory of a region's size in which the copies that are leaving stand."""
@@ -287,8 +283,6 @@ class ConveyorSockets:
         self._courier = courier
         self._roles = roles
         self._given_to = given
-        self._takers: dict[int, _End] = {}
-        self._givers: dict[int, _End] = {}
         self.gives = lane != 0
         conveyors: Any = ctypes_of(Conveyors)()
         self._conveyors = conveyors
@@ -298,23 +292,34 @@ class ConveyorSockets:
         conveyors.giving = self._gives.address
         self._landings = Landings(NODES, hashing)
         conveyors.landings = self._landings.address
+        takers = Table(
+            courier.conveyor_stands,
+            lambda number: courier.conveyor_gone(time.monotonic(), number),
+            courier.taker,
+        )
+        givers = Table(
+            self._gives.begin, self._gives.end, lambda number: self._gives.givers[number]
+        )
+        self._takers = Ends(
+            takers, begin=self._begin_to_take, end=self._end_taking, begun_here=True
+        )
+        self._givers = Ends(givers, begin=self._begin_to_give, end=self._end, begun_here=False)
 
     # --- connections ------------------------------------------------------------------------------
 
     def take_from(self, sock: socket.socket, node: int, node_id: str) -> bool:
         """There is a connection on which that node gives blocks; False, and it is closed, where
         there can be no more."""
-        number = self._courier.conveyor_stands(node)
-        if number is None or not self._roles.take_from(sock.fileno(), number):
-            if number is not None:
-                self._courier.conveyor_gone(time.monotonic(), number)
+        stands = self._takers.add(sock, node, node_id)
+        if not stands:
             sock.close()
-            return False
+        return stands
+
+    def _begin_to_take(self, number: int, sock: socket.socket) -> bool:
         taker = self._courier.taker(number)
         header = ctypes.addressof(taker) + type(taker).reply.offset
         self._landings.begin(number, sock.fileno(), header, REPLY.size)
-        self._takers[number] = _End(sock, node_id)
-        return True
+        return self._roles.take_from(sock.fileno(), number)
 
     def failed(self, now: float, node: int) -> None:
         """No connection was to be had to that node."""
@@ -322,57 +327,36 @@ class ConveyorSockets:
 
     def give_to(self, sock: socket.socket, node: int, node_id: str) -> None:
         """There is a connection on which that node asks for blocks, instead of any before."""
-        for number, end in list(self._givers.items()):
-            if end.node_id == node_id:
-                self._close_giver(number)
-        free = self._gives.begin(node)
-        if free is None:
+        if not self._givers.add(sock, node, node_id):
             sock.close()
-            return
-        if not self._roles.give_to(sock.fileno(), free):
-            self._gives.end(free)
-            sock.close()
-            return
-        giver = self._gives.givers[free]
+
+    def _begin_to_give(self, number: int, sock: socket.socket) -> bool:
+        giver = self._gives.givers[number]
         giver.fd = sock.fileno()
         self._gives.native.ready = giver.ready = 1  # what it has said may be there already
-        self._givers[free] = _End(sock, node_id)
+        return self._roles.give_to(sock.fileno(), number)
+
+    def _end_taking(self, number: int, sock: socket.socket) -> None:
+        self._landings.end(number)
+        self._end(number, sock)
+
+    def _end(self, _number: int, sock: socket.socket) -> None:
+        self._roles.forget(sock.fileno())
+        sock.close()
 
     def follow(self, index_of: Mapping[str, int]) -> None:
         """The nodes have these numbers from now on."""
-        for number, end in list(self._givers.items()):
-            node = index_of.get(end.node_id)
-            if node is None:
-                self._close_giver(number)
-            else:
-                self._gives.givers[number].node = node
-        for number, end in list(self._takers.items()):
-            if index_of.get(end.node_id) != self._courier.taker(number).node:
-                self._close_taker(number)
-
-    def _close_giver(self, number: int) -> None:
-        end = self._givers.pop(number)
-        self._roles.forget(end.sock.fileno())
-        self._gives.end(number)
-        end.sock.close()
-
-    def _close_taker(self, number: int) -> None:
-        end = self._takers.pop(number)
-        self._roles.forget(end.sock.fileno())
-        self._landings.end(number)
-        self._courier.conveyor_gone(time.monotonic(), number)
-        end.sock.close()
+        self._givers.follow(index_of)
+        self._takers.follow(index_of)
 
     def stop_giving(self) -> None:
         """All connections end on which blocks leave."""
-        for number in list(self._givers):
-            self._close_giver(number)
+        self._givers.close_all()
 
     def close(self) -> None:
         """All connections end."""
         self.stop_giving()
-        for number in list(self._takers):
-            self._close_taker(number)
+        self._takers.close_all()
 
     # --- after a wait -----------------------------------------------------------------------------
 
@@ -389,19 +373,19 @@ class ConveyorSockets:
             self._given_to(*self._gives.take_given())
         if self._conveyors.attention:
             self._conveyors.attention = 0
-            for number in list(self._givers):
+            for number, _ in self._givers.items():
                 if self._gives.givers[number].gone:
-                    self._close_giver(number)
+                    self._givers.close(number)
         if self._courier.cut_off:
             for number in self._courier.take_cut_off():
-                self._close_taker(number)
+                self._takers.close(number)
 
     def look(self, now: float) -> None:
         """Close what has stood still for too long."""
-        for number in list(self._givers):
+        for number, _ in self._givers.items():
             giver = self._gives.givers[number]
             if giver.pending and now - giver.since_ns / 1e9 > STILL_S:
-                self._close_giver(number)
+                self._givers.close(number)
 
     @property
     def sending(self) -> int:

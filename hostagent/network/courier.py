@@ -86,7 +86,6 @@ from kvcast.protocol.courier import (
     CLIENT_OFFENDS,
     NOBODY,
     OFFENCE,
-    RECORDS,
     RECORDS_ENOUGH,
     SEND_READ,
     Answer,
@@ -96,27 +95,29 @@ from kvcast.protocol.courier import (
     expire,
     frame_came,
     hear,
+    may_hear,
     next_read,
 )
 from kvcast.protocol.lane import JOBS, Lane, NativeLane, answer
-from kvcast.protocol.messages.questions import KEY, MAX_MANY, PUT, QUESTION
+from kvcast.protocol.messages.questions import MAX_MANY, PUT, PUT_QUESTION, ROOM
 from kvcast.protocol.messages.shared import WORD_BYTES
 from kvcast.protocol.placement import (
     ALL_PLACED,
     FRAME_FOR_PYTHON,
+    GO_ON,
     Placement,
     address_of_buffer,
     place,
 )
-from kvcast.protocol.pushing import LANDED, expire_pushes, hear_put
+from kvcast.protocol.pushing import ENDED, LANDED, expire_pushes, hear_put
 
 BOOKS_AFTER_MS: Final = 2
 WATCH_NS: Final = 50_000
-"""How long a wait looks again and again for what answers a question, before it sleeps: to be woken
-takes about as long as what is waited for."""
+"""How long a wait looks again and again for what answers a question, or for what a client says
+next, before it sleeps: to be woken takes about as long as what is waited for."""
 VAIN_WAITS: Final = 16
 """So many waits sleep at once after one that has watched in vain: a home is slow, or far, or others
-need the processor."""
+need the processor. So many of clients' messages likewise."""
 LANE_ENOUGH: Final = JOBS // 2
 """READs that the lane has answered, after which Python is to hear of them. Of those that a switch
 has marked it hears at once, since it may have to hold the next ones back."""
@@ -128,8 +129,12 @@ _GIVERS: Final = _TAKERS + NODES
 _PUSHERS: Final = _GIVERS + NODES
 _RECEIVERS: Final = _PUSHERS + NODES
 _LANDED_ENOUGH: Final = LANDED // 32
-"""Blocks that were pushed here, after which Python is to hear of them: there are landing places for
-a few."""
+"""Blocks that were pushed here, after which Python is to hear of them: at once where there are
+landing places for a few more,"""
+_LANDED_MANY: Final = LANDED // 2
+"""and in any case after so many."""
+_ENDED_MANY: Final = ENDED // 2
+"""Of blocks that are put together Python hears when all have ended, or so many."""
 _LOOK_MS: Final = 100
 """How often it is looked, while blocks are pushed, whether their connections stand still."""
 _EVENTS: Final = 128
@@ -137,7 +142,8 @@ _ROUNDS: Final = 4
 """Of frames, before others have their turn."""
 _MAX_DESCRIPTORS: Final = 65_536
 """A client with a higher one asks the agent for everything."""
-_QUESTION_BYTES: Final = QUESTION.size + (MAX_MANY - 1) * KEY.size
+_QUESTION_BYTES: Final = PUT_QUESTION.size + (MAX_MANY - 1) * ROOM.size
+"""The longest."""
 _SPARE: Final = 8
 """Room for more than a question, so that what is too long shows."""
 _LOOK_S: Final = 1.0
@@ -180,8 +186,15 @@ class Waiting(Struct):
     """Whether there are such."""
     attention: U64
     """Whether something is Python's: a client has hung up, or a READ waits for the socket."""
+    tell_within_ns: U64
+    """Python hears of arrivals after that, even if nothing hurries it."""
     vain: U64
     """So many more waits sleep at once, since to watch was in vain."""
+    soon_ns: U64
+    """Until then a client that has said something is watched for: who gives a block back often asks
+    for the next."""
+    soon_vain: U64
+    """After so many more messages none is, since that was in vain."""
     time: Annotated[Ptr[TimeSpec], Inline(1)]
 
 
@@ -237,6 +250,27 @@ def send_all(w: Waiting) -> None:
 
 
 @native
+def send_reads(w: Waiting) -> None:
+    """Send the READ that lies at `read`, and those that follow."""
+    courier = w.courier[0]
+    more = True
+    while more:
+        m = w.moves[0]
+        if w.lead != 0:
+            copy(w.read, w.leads + courier.read_node * w.lead, w.lead)
+        job = m.jobs[0]
+        job.node = courier.read_node
+        job.address = w.read
+        job.length = w.read_length
+        job.chunks = 0
+        job.chunk_code = 0
+        send(m, 1)
+        if m.waiting_count != 0:
+            w.attention = 1
+        more = next_read(courier)
+
+
+@native
 def serve(w: Waiting, client: U64, now_ns: U64) -> None:
     """One message of a client."""
     courier = w.courier[0]
@@ -259,22 +293,9 @@ def serve(w: Waiting, client: U64, now_ns: U64) -> None:
     if told == OFFENCE:
         who.state = CLIENT_OFFENDS
         w.attention = 1
-    more = told == SEND_READ
-    while more:
-        m = w.moves[0]
-        if w.lead != 0:
-            copy(w.read, w.leads + courier.read_node * w.lead, w.lead)
-        job = m.jobs[0]
-        job.node = courier.read_node
-        job.address = w.read
-        job.length = w.read_length
-        job.chunks = 0
-        job.chunk_code = 0
-        send(m, 1)
-        if m.waiting_count != 0:
-            w.attention = 1
-        more = next_read(courier)
-    send_answers(w)
+    if told == SEND_READ:
+        send_reads(w)
+    send_all(w)
 
 
 @native
@@ -317,7 +338,8 @@ def receive_frames(w: Waiting, now_ns: U64) -> None:
                     theirs = not answer(w.lane[0], t.frame, t.frame_source)
                 t.frame_taken = 0 if theirs else 1
             send_all(w)
-            if theirs or t.arrival_count != 0:
+            told = t.arrival_count != 0 and (t.hurry != 0 or why == GO_ON)
+            if theirs or told:
                 send_lane(w)
                 w.pieces = count
                 w.why = why
@@ -332,7 +354,19 @@ def receive_frames(w: Waiting, now_ns: U64) -> None:
 def wait(w: Waiting, timeout_ms: I64) -> U32:
     """Wait until something is Python's, or it is time (-1: never); how many of `events` are
     Python's."""
+    count = wait_for_more(w, timeout_ms)
+    if w.stopped == 0 and w.courier[0].table[0].arrival_count != 0:
+        # There was no hurry with them; but now that Python is awake, it hears of them first.
+        w.pieces = 0
+        w.why = ALL_PLACED
+        w.stopped = 1
+    return count
+
+
+@native
+def wait_for_more(w: Waiting, timeout_ms: I64) -> U32:
     courier = w.courier[0]
+    table = courier.table[0]
     lane = w.lane[0]
     conveyors = w.conveyors[0]
     giving = conveyors.giving[0]
@@ -341,13 +375,24 @@ def wait(w: Waiting, timeout_ms: I64) -> U32:
     now_ns = now_of(w)
     end_ns = now_ns + unsigned(timeout_ms) * _NS_A_MS
     watch_until_ns = now_ns + WATCH_NS
+    tell_by_ns = 0
     w.stopped = 0
     w.attention = 0
     while True:
         pause_ms = timeout_ms
         if timeout_ms > 0:
             pause_ms = signed((end_ns - now_ns + _NS_A_MS - 1) // _NS_A_MS)
+        if table.arrival_count != 0:
+            if tell_by_ns == 0:
+                tell_by_ns = now_ns + w.tell_within_ns
+            if now_ns >= tell_by_ns:
+                return 0
+            until_ms = signed((tell_by_ns - now_ns + _NS_A_MS - 1) // _NS_A_MS)
+            if pause_ms < 0 or until_ms < pause_ms:
+                pause_ms = until_ms
         next_ns = expire(courier, now_ns)
+        if next_read(courier):
+            send_reads(w)
         send_answers(w)
         expire_pushes(pushing, now_ns)
         send_answers(w)
@@ -356,6 +401,7 @@ def wait(w: Waiting, timeout_ms: I64) -> U32:
             if pause_ms < 0 or until_ms < pause_ms:
                 pause_ms = until_ms
         untold = courier.record_count != 0 or lane.answered_count != 0 or giving.given_count != 0
+        untold = untold or pushing.landed_count >= _LANDED_ENOUGH
         if untold and (pause_ms < 0 or pause_ms > BOOKS_AFTER_MS):
             pause_ms = signed(0 + BOOKS_AFTER_MS)
         untold = untold or pushing.landed_count != 0
@@ -363,20 +409,25 @@ def wait(w: Waiting, timeout_ms: I64) -> U32:
             pause_ms = signed(0 + _LOOK_MS)
         in_flight = courier.in_flight + pushing.in_flight
         watching = in_flight != 0 and w.vain == 0 and now_ns < watch_until_ns
-        if give_more(conveyors, now_ns) or watching:
+        soon = now_ns < w.soon_ns and w.attention == 0
+        if give_more(conveyors, now_ns) or watching or soon or w.attention != 0:
             pause_ms = signed(0)
         count = epoll_wait(w.epoll, w.events, _EVENTS, pause_ms)
         if count < 0:
             return 0
         now_ns = now_of(w)
-        if count == 0 and watching:
-            if now_ns >= watch_until_ns:
+        if count == 0 and (watching or soon):
+            if watching and now_ns >= watch_until_ns:
                 w.vain = 0 + VAIN_WAITS
+            if soon and now_ns >= w.soon_ns:
+                w.soon_vain = 0 + VAIN_WAITS
             if timeout_ms < 0 or now_ns < end_ns:
                 continue
         if w.vain != 0 and in_flight != 0:
             w.vain -= 1
         watch_until_ns = now_ns + WATCH_NS
+        if count != 0:
+            w.soon_ns = 0
         kept = 0
         for i in range(unsigned(count)):
             event = w.events[i]
@@ -400,8 +451,13 @@ def wait(w: Waiting, timeout_ms: I64) -> U32:
                 take_blocks(conveyors, role - _TAKERS, now_ns)
                 send_answers(w)
             elif role != 0:
-                if courier.clients[role - 1].state == CLIENT_HERE:
+                # Else it is heard after the records were taken.
+                if courier.clients[role - 1].state == CLIENT_HERE and may_hear(courier):
                     serve(w, role - 1, now_ns)
+                    if w.soon_vain != 0:
+                        w.soon_vain -= 1
+                    else:
+                        w.soon_ns = now_ns + WATCH_NS
             elif frames and w.stopped == 0:
                 receive_frames(w, now_ns)
             else:
@@ -414,7 +470,11 @@ def wait(w: Waiting, timeout_ms: I64) -> U32:
             return 0
         if courier.record_count >= RECORDS_ENOUGH:
             return 0
-        if pushing.ended_count != 0 or pushing.landed_count >= _LANDED_ENOUGH:
+        if pushing.ended_count != 0 and pushing.batched == 0:
+            return 0
+        if pushing.ended_count >= _ENDED_MANY or pushing.landed_count >= _LANDED_MANY:
+            return 0
+        if pushing.landed_count >= _LANDED_ENOUGH and pushing.scarce != 0:
             return 0
         if pushing.wished != 0 or pushing.cut != 0:
             return 0
@@ -429,9 +489,6 @@ def wait(w: Waiting, timeout_ms: I64) -> U32:
 
 
 # --- Python's side ----------------------------------------------------------------------------
-
-assert RECORDS - RECORDS_ENOUGH >= _EVENTS
-"""Each message may leave a record before Python takes them."""
 
 
 @cache
@@ -486,7 +543,7 @@ class CourierDriver:
     """Runs a courier in the waits of a selector. `frames` is the socket for frames, and `mover` the
     one that moves them. `go_on` is told where Python is to go on with them (why, pieces), `pump`
     that some may wait for the socket, `count` that some were received; and `offended` of clients
-    that are to be cut off."""
+    that are to be cut off. What has come whole by RDMA it hears of within `tell_within_s`."""
 
     def __init__(
         self,
@@ -505,6 +562,7 @@ class CourierDriver:
         given: Callable[[list[Given], int], None],
         open_lane: Callable[[float], None],
         close_lane: Callable[[float], bool],
+        tell_within_s: float,
     ) -> None:
         self.courier = courier
         self.pushes = pushes
@@ -551,6 +609,7 @@ class CourierDriver:
         waiting.moves = mover.address
         waiting.lane = ctypes.addressof(self._no_lane) if lane is None else lane.address
         waiting.lane_frames = LANE_FRAMES
+        waiting.tell_within_ns = round(tell_within_s * _NS_A_S)
         waiting.events = ctypes.addressof(self._events)
         waiting.roles = ctypes.addressof(self._roles)
         waiting.descriptors = ctypes.addressof(self._descriptors)
@@ -582,6 +641,12 @@ class CourierDriver:
     def sleeps(self) -> int:
         """How many more waits sleep at once, though questions are in flight."""
         count: int = self._waiting.vain
+        return count
+
+    @property
+    def leaves_alone(self) -> int:
+        """After how many more messages no client is watched for."""
+        count: int = self._waiting.soon_vain
         return count
 
     def add(self, holder: Holder) -> socket.socket | None:

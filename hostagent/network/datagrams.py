@@ -213,7 +213,7 @@ class Transport(ABC):
     def pump(self) -> None:
         """Send what the cores have to send, make their calls, and set the timer; to be called
         after any event."""
-        if self._core.outbox.calls:
+        if self._core.outbox.waits:
             self.dispatch_calls()
         if self._closed:
             return

@@ -6,15 +6,13 @@ is sent. Must not know: what a block is, who waits, or which slot is whose.
 
 One queue pair does both: its peer is the pool's own address and queue pair, which no card has. It
 speaks to libibverbs directly, since pyverbs registers no memory under an address of our choice, and
-in compiled code wherever something is done for each chunk. What is relied on is the public layout
-of `infiniband/verbs.h`.
+in compiled code wherever something is done for each chunk.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-import ipaddress
 import logging
 import mmap
 import os
@@ -22,24 +20,40 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 from functools import cache
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvcast.hostagent.core.agent import AgentCore
+from kvcast.hostagent.network import libverbs
+from kvcast.hostagent.network.libverbs import (
+    COMPLETION_WORDS,
+    IMMEDIATE,
+    NUMBER,
+    PART_BYTES,
+    SEND_BYTES,
+    SIGNALED,
+    SOLICITED,
+    STATUS,
+    Attributes,
+    OpenCard,
+    Orders,
+    Part,
+    QueuePairOptions,
+    Send,
+    address_of_memory,
+    call_poll,
+    call_post,
+)
 from kvcast.hostagent.network.verbs import Card
 from kvcast.native.linux import swap16
 from kvcast.native.subset import (
     I32,
     I64,
-    U32,
     U64,
-    Inline,
     Library,
-    Ptr,
     Struct,
     address_of,
     copy,
     ctypes_of,
-    indirect,
     native,
     signed,
     size_of,
@@ -77,108 +91,6 @@ _POLLED: Final = 256
 _RETRY_S: Final = 1.0
 """After a queue pair broke, or could not be made; doubled each time, up to"""
 _RETRY_MAX_S: Final = 60.0
-
-_UC: Final = 3
-_WRITE_WITH_IMMEDIATE: Final = 1
-_SIGNALED: Final = 2
-_SOLICITED: Final = 4
-"""It wakes who waits for the last chunk of an answer."""
-_LOCAL_WRITE, _REMOTE_WRITE = 1, 2
-_MTU_4096: Final = 5
-_INIT, _RTR, _RTS, _ERROR = 1, 2, 3, 6
-_STATE, _ACCESS, _PKEY, _PORT, _PATH = 0x1, 0x8, 0x10, 0x20, 0x80
-_MTU, _RECEIVE_PSN, _SEND_PSN, _PEER = 0x100, 0x1000, 0x10000, 0x100000
-
-_POLL_AT, _NOTIFY_AT, _SEND_AT, _RECEIVE_AT = 96, 104, 208, 216
-"""Where an ibv_context has its functions."""
-_COMPLETION_WORDS: Final = 12
-"""Of 32 bits, in an ibv_wc; of them"""
-_NUMBER, _STATUS, _IMMEDIATE = 0, 2, 6
-"""(the number's lower half; the immediate in network order)"""
-
-
-class _QueuePairOptions(ctypes.Structure):
-    _fields_ = [
-        ("context", ctypes.c_void_p),
-        ("send_queue", ctypes.c_void_p),
-        ("receive_queue", ctypes.c_void_p),
-        ("shared_receives", ctypes.c_void_p),
-        ("sends", ctypes.c_uint32),
-        ("receives", ctypes.c_uint32),
-        ("send_parts", ctypes.c_uint32),
-        ("receive_parts", ctypes.c_uint32),
-        ("inline_bytes", ctypes.c_uint32),
-        ("kind", ctypes.c_int),
-        ("all_signaled", ctypes.c_int),
-    ]
-
-
-class _Attributes(ctypes.Structure):
-    """ibv_qp_attr, with the ibv_ah_attr in it."""
-
-    _fields_ = [
-        ("state", ctypes.c_int),
-        ("current_state", ctypes.c_int),
-        ("path_mtu", ctypes.c_int),
-        ("migration", ctypes.c_int),
-        ("qkey", ctypes.c_uint32),
-        ("receive_psn", ctypes.c_uint32),
-        ("send_psn", ctypes.c_uint32),
-        ("peer", ctypes.c_uint32),
-        ("access", ctypes.c_uint),
-        ("capacity", ctypes.c_uint32 * 5),
-        ("gid", ctypes.c_uint8 * 16),
-        ("flow", ctypes.c_uint32),
-        ("gid_index", ctypes.c_uint8),
-        ("hops", ctypes.c_uint8),
-        ("class_", ctypes.c_uint8),
-        ("lid", ctypes.c_uint16),
-        ("level", ctypes.c_uint8),
-        ("path_bits", ctypes.c_uint8),
-        ("rate", ctypes.c_uint8),
-        ("is_global", ctypes.c_uint8),
-        ("path_port", ctypes.c_uint8),
-        ("other_path", ctypes.c_uint8 * 32),
-        ("partition_index", ctypes.c_uint16),
-        ("other_partition_index", ctypes.c_uint16),
-        ("draining", ctypes.c_uint8),
-        ("notify_draining", ctypes.c_uint8),
-        ("reads", ctypes.c_uint8),
-        ("reads_answered", ctypes.c_uint8),
-        ("min_timer", ctypes.c_uint8),
-        ("port", ctypes.c_uint8),
-        ("rest", ctypes.c_uint8 * 14),
-    ]
-
-
-assert ctypes.sizeof(_QueuePairOptions) == 64
-assert ctypes.sizeof(_Attributes) == 144
-assert (_Attributes.gid.offset, _Attributes.partition_index.offset) == (56, 120)
-assert (_Attributes.gid_index.offset, _Attributes.port.offset) == (76, 129)
-
-
-class Part(Struct):
-    """struct ibv_sge"""
-
-    address: U64
-    size: U32
-    key: U32
-
-
-class Send(Struct):
-    """struct ibv_send_wr, of an RDMA WRITE"""
-
-    number: U64
-    next: U64
-    parts: U64
-    part_count: I32
-    opcode: I32
-    flags: U32
-    immediate: U32
-    """In network order."""
-    address: U64
-    key: U32
-    rest: Annotated[Ptr[U32], Inline(19)]
 
 
 class Receive(Struct):
@@ -218,16 +130,6 @@ class Queue(Struct):
     """What `take` has returned of a pair that is broken; 0 = it is not."""
 
 
-@indirect
-def call_poll(address: U64, queue: U64, most: U64, completions: U64) -> I32:
-    raise NotImplementedError
-
-
-@indirect
-def call_post(address: U64, pair: U64, first: U64, refused: U64) -> I32:
-    raise NotImplementedError
-
-
 @native
 def allow(q: Queue, count: U64) -> I32:
     """Let the card take so many WRITEs more; an error's number, or 0."""
@@ -253,10 +155,10 @@ def take(q: Queue) -> I64:
         count = unsigned(polled)
         words = u32_at(q.polled)
         for i in range(count):
-            if words[i * _COMPLETION_WORDS + _STATUS] != 0:
-                q.failure = -signed(words[i * _COMPLETION_WORDS + _STATUS])
+            if words[i * COMPLETION_WORDS + STATUS] != 0:
+                q.failure = -signed(words[i * COMPLETION_WORDS + STATUS])
                 return 0 + q.failure
-        land(Zone.at(q.zone), q.polled + 4 * _IMMEDIATE, 4 * _COMPLETION_WORDS, count)
+        land(Zone.at(q.zone), q.polled + 4 * IMMEDIATE, 4 * COMPLETION_WORDS, count)
         taken += count
         code = allow(q, count)
         if code != 0:
@@ -267,14 +169,15 @@ def take(q: Queue) -> I64:
 
 
 @native
-def put_in_place(q: Queue, first: U64, tag: U64, missing: U64, to: U64, size: U64) -> bool:
+def put_in_place(q: Queue, first: U64, tag: U64, missing: U64, to: U64, size: U64) -> U64:
     """As `kvcast.protocol.placement.call_landing` says."""
     if take(q) < 0:
-        return False
+        return 0
     number = (tag >> SLOT_SHIFT) & (ZONE_SLOTS - 1)
-    slot = Zone.at(q.zone).slots[number]
+    zone = Zone.at(q.zone)
+    slot = zone.slots[number]
     if slot.claimed == 0 or slot.first != first or (missing & ~slot.untaken) != 0:
-        return False
+        return 0
     source = q.memory + number * SLOT_BYTES
     start = 0
     while missing != 0:
@@ -290,7 +193,7 @@ def put_in_place(q: Queue, first: U64, tag: U64, missing: U64, to: U64, size: U6
             length = size - start
         copy(to + start, source + start, length)
         start = end
-    return True
+    return 0 + zone.claimed_count
 
 
 @native
@@ -306,12 +209,12 @@ def send(q: Queue, at: U64, size: U64, chunks: U64, first: U64, low: U64) -> I32
             chunk += 1
         chunks = chunks >> 1
         start = chunk * _CHUNK_BYTES
-        part = Part.at(q.parts + count * _PART_BYTES)
+        part = Part.at(q.parts + count * PART_BYTES)
         part.address = at + start
         part.size = _CHUNK_BYTES
         if size - start < _CHUNK_BYTES:
             part.size = size - start
-        last = Send.at(q.sends + count * _SEND_BYTES)
+        last = Send.at(q.sends + count * SEND_BYTES)
         q.number += 1
         last.number = q.number
         immediate = first ^ (chunk << CHUNK_SHIFT)
@@ -321,9 +224,9 @@ def send(q: Queue, at: U64, size: U64, chunks: U64, first: U64, low: U64) -> I32
         count += 1
     following = last.next
     last.next = 0
-    last.flags = _SIGNALED
+    last.flags = SIGNALED
     if chunk * _CHUNK_BYTES >= size:
-        last.flags = _SIGNALED | _SOLICITED
+        last.flags = SIGNALED | SOLICITED
     code = call_post(q.post_send, q.pair, q.sends, address_of(q) + _REFUSED_AT)
     last.next = following
     last.flags = 0
@@ -331,14 +234,10 @@ def send(q: Queue, at: U64, size: U64, chunks: U64, first: U64, low: U64) -> I32
 
 
 _POSTING: Final = 1000
-_PART_BYTES: Final = size_of(Part)
-_SEND_BYTES: Final = size_of(Send)
 _RECEIVE_BYTES: Final = size_of(Receive)
 _NATIVE_QUEUE: Final = ctypes_of(Queue)
 _REFUSED_AT: Final = _NATIVE_QUEUE.refused.offset
-assert (_PART_BYTES, _SEND_BYTES, _RECEIVE_BYTES) == (16, 128, 32)
-_NATIVE_SEND: Final = ctypes_of(Send)
-assert (_NATIVE_SEND.immediate.offset, _NATIVE_SEND.address.offset) == (36, 40)
+assert _RECEIVE_BYTES == 32
 
 
 class _Compiled(NamedTuple):
@@ -357,22 +256,11 @@ def compiled() -> _Compiled:
     return _Compiled(call(take), call(send), call(allow), library.address(put_in_place))
 
 
-def _library() -> ctypes.CDLL:
-    try:
-        library = ctypes.CDLL("libibverbs.so.1", use_errno=True)
-    except OSError as error:
-        raise VerbsError(f"libibverbs is not there ({error})") from error
-    pointers = ("get_device_list", "get_device_name", "open_device", "alloc_pd", "reg_mr_iova")
-    for name in (*pointers, "reg_mr", "create_comp_channel", "create_cq", "create_qp"):
-        getattr(library, f"ibv_{name}").restype = ctypes.c_void_p
-    return library
-
-
 class LandingZone:
     """See the module's description. `device`, `port` and `gid_index`: of the card; `peer`: the
-    pool's IPv4 address; `arena`: what is sent from; `landed`: told whose segments have come
-    (`Landing.take_told`); `changed`: something was sent or has come; `failed`: the queue pair is
-    broken, why.
+    pool's IPv4 address, and `to` its queue pair and key; `arena`: what is sent from; `landed`: told
+    whose segments have come (`Landing.take_told`); `changed`: something was sent or has come;
+    `failed`: the queue pair is broken, why.
 
     VerbsError where the card does not do it.
     """
@@ -389,12 +277,13 @@ class LandingZone:
         changed: Callable[[], None],
         failed: Callable[[str], None],
         counters: LandingCounters,
+        to: tuple[int, int] = (POOL_QUEUE_PAIR, POOL_KEY),
     ) -> None:
+        self._to_pair, self._to_key = to
         self._landed = landed
         self._changed = changed
         self._failed = failed
         self._memory = mmap.mmap(-1, ZONE_BYTES)
-        self._ends: list[Callable[[], object]] = []
         self._waiting: deque[tuple[Place, memoryview, int, Callable[[bool], None]]] = deque()
         self._sending: deque[tuple[int, int, Callable[[bool], None]]] = deque()
         """Number of the last WRITE, how many, and whom to tell."""
@@ -406,168 +295,89 @@ class LandingZone:
             doubt=lambda: self._break("answers end, and nothing of them lands"),
         )
         self._loop = asyncio.get_running_loop()
-        self._library = _library()
         self._code = compiled()
+        self._card = OpenCard(device)
         try:
-            self._open(device, port, gid_index, peer, arena)
+            self._open(port, gid_index, peer, arena)
         except BaseException:
             self.close()
             raise
 
     # --- making -----------------------------------------------------------------------------
 
-    def _made(self, name: str, *arguments: Any) -> int:
-        """Call a function that makes something; VerbsError where it does not."""
-        made = getattr(self._library, f"ibv_{name}")(*arguments)
-        if not made:
-            code = ctypes.get_errno()
-            raise VerbsError(f"{name}: {os.strerror(code)}")
-        return int(made)
+    def _open(self, port: int, gid_index: int, peer: str, arena: memoryview) -> None:
+        card, zone = self._card, memoryview(self._memory)
+        access = libverbs.LOCAL_WRITE | libverbs.REMOTE_WRITE
+        _, self.key = card.register(zone, access, ZONE_ADDRESS)
+        local_key, _ = card.register(arena, 0)
+        self._received = card.make_completions(RECEIVES)
+        self._sent = card.make_completions(_SENDS)
+        self._make_queue(address_of_memory(zone), local_key)
+        self._make_pair(port, gid_index, peer)
+        self.queue_pair = libverbs.number_of(self._queue.pair)
+        card.notify(self._sent, 0)
+        self._loop.add_reader(card.descriptor, self._readable)
+        card.ends.append(lambda: self._loop.remove_reader(card.descriptor))
 
-    def _ended_by(self, name: str, what: int) -> None:
-        function = getattr(self._library, f"ibv_{name}")
-        self._ends.append(lambda: function(ctypes.c_void_p(what)))
-
-    def _open(self, device: str, port: int, gid_index: int, peer: str, arena: memoryview) -> None:
-        self._context = self._open_device(device)
-        domain = self._made("alloc_pd", ctypes.c_void_p(self._context))
-        self._ended_by("dealloc_pd", domain)
-        zone = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        region = self._made(
-            "reg_mr_iova",
-            *(ctypes.c_void_p(domain), ctypes.c_void_p(zone), ctypes.c_size_t(ZONE_BYTES)),
-            *(ctypes.c_uint64(ZONE_ADDRESS), _LOCAL_WRITE | _REMOTE_WRITE),
-        )
-        self._ended_by("dereg_mr", region)
-        self.key = ctypes.c_uint32.from_address(region + 40).value
-        source = ctypes.addressof(ctypes.c_char.from_buffer(arena))
-        sent_from = self._made(
-            "reg_mr",
-            *(ctypes.c_void_p(domain), ctypes.c_void_p(source), ctypes.c_size_t(len(arena))),
-            0,
-        )
-        self._ended_by("dereg_mr", sent_from)
-        self._local_key = ctypes.c_uint32.from_address(sent_from + 36).value
-        self._channel = self._made("create_comp_channel", ctypes.c_void_p(self._context))
-        self._ended_by("destroy_comp_channel", self._channel)
-        self._descriptor = ctypes.c_int.from_address(self._channel + 8).value
-        os.set_blocking(self._descriptor, False)
-        self._received = self._make_completions(RECEIVES)
-        self._sent = self._make_completions(_SENDS)
-        self._functions()
-        self._pair = self._make_pair(domain, port, gid_index, peer)
-        self.queue_pair = ctypes.c_uint32.from_address(self._pair + 52).value
-        self._notify(self._sent, 0)
-        self._loop.add_reader(self._descriptor, self._readable)
-        self._ends.append(lambda: self._loop.remove_reader(self._descriptor))
-
-    def _make_completions(self, entries: int) -> int:
-        """A completion queue."""
-        queue = self._made(
-            "create_cq",
-            *(ctypes.c_void_p(self._context), entries, None),
-            *(ctypes.c_void_p(self._channel), 0),
-        )
-        self._ended_by("destroy_cq", queue)
-        return queue
-
-    def _open_device(self, name: str) -> int:
-        count = ctypes.c_int()
-        devices = self._made("get_device_list", ctypes.byref(count))
-        listed = (ctypes.c_void_p * count.value).from_address(devices)
-        try:
-            for device in listed:
-                found = self._made("get_device_name", ctypes.c_void_p(device))
-                if ctypes.string_at(found).decode() == name:
-                    context = self._made("open_device", ctypes.c_void_p(device))
-                    self._ended_by("close_device", context)
-                    return context
-        finally:
-            self._library.ibv_free_device_list(ctypes.c_void_p(devices))
-        raise VerbsError(f"the card {name} is gone")
-
-    def _functions(self) -> None:
-        """Those that a context has, and the library does not."""
-
-        def function(at: int, *arguments: Any) -> Any:
-            kind = ctypes.CFUNCTYPE(ctypes.c_int, *arguments, use_errno=True)
-            return kind(ctypes.c_size_t.from_address(self._context + at).value)
-
-        pointer = ctypes.c_void_p
-        self._poll = function(_POLL_AT, pointer, ctypes.c_int, pointer)
-        self._notify = function(_NOTIFY_AT, pointer, ctypes.c_int)
-        self._polled = (ctypes.c_uint32 * (_POLLED * _COMPLETION_WORDS))()
+    def _make_queue(self, memory: int, local_key: int) -> None:
+        """What compiled code works on."""
+        card = self._card
+        self._polled = (ctypes.c_uint32 * (_POLLED * COMPLETION_WORDS))()
         self._receives = (ctypes_of(Receive) * RECEIVES)()
         at = ctypes.addressof(self._receives)
         for number, receive in enumerate(self._receives):
             receive.next = at + _RECEIVE_BYTES * (number + 1)
-        self._sends = (_NATIVE_SEND * _SENDS)()
-        self._parts = (ctypes_of(Part) * _SENDS)()
-        send_at, part_at = ctypes.addressof(self._sends), ctypes.addressof(self._parts)
-        for number, order in enumerate(self._sends):
-            order.next = send_at + _SEND_BYTES * (number + 1)
-            order.parts, order.part_count = part_at + _PART_BYTES * number, 1
-            order.opcode, order.key = _WRITE_WITH_IMMEDIATE, POOL_KEY
-            self._parts[number].key = self._local_key
-
-        def address(at: int) -> int:
-            return ctypes.c_size_t.from_address(self._context + at).value
-
+        self._orders = Orders(_SENDS, local_key)
+        for order in self._orders.sends:
+            order.opcode, order.key = libverbs.WRITE_WITH_IMMEDIATE, self._to_key
         self._queue: Any = _NATIVE_QUEUE(
             zone=self.landing.address,
-            poll=address(_POLL_AT),
-            post_send=address(_SEND_AT),
-            post_receive=address(_RECEIVE_AT),
+            poll=card.poll_address,
+            post_send=card.send_address,
+            post_receive=card.receive_address,
             received=self._received,
             polled=ctypes.addressof(self._polled),
-            sends=send_at,
-            parts=part_at,
+            sends=self._orders.address,
+            parts=self._orders.parts_address,
             receives=at,
-            memory=ctypes.addressof(ctypes.c_char.from_buffer(self._memory)),
+            memory=memory,
         )
         self._queue_at = ctypes.addressof(self._queue)
         self.landing.in_place = self._code.put_in_place, self._queue_at
 
-    def _make_pair(self, domain: int, port: int, gid_index: int, peer: str) -> int:
-        options = _QueuePairOptions(
-            send_queue=self._sent,
-            receive_queue=self._received,
-            sends=_SENDS,
-            receives=RECEIVES,
-            send_parts=1,
-            kind=_UC,
+    def _make_pair(self, port: int, gid_index: int, peer: str) -> None:
+        card = self._card
+        pair = self._queue.pair = card.make_pair(
+            QueuePairOptions(
+                send_queue=self._sent,
+                receive_queue=self._received,
+                sends=_SENDS,
+                receives=RECEIVES,
+                send_parts=1,
+                kind=libverbs.UC,
+            )
         )
-        pair = self._made("create_qp", ctypes.c_void_p(domain), ctypes.byref(options))
-        self._ended_by("destroy_qp", pair)
-        self._pair = self._queue.pair = pair
-        attributes = _Attributes(state=_INIT, access=_REMOTE_WRITE, port=port)
-        self._modify(attributes, _STATE | _PKEY | _PORT | _ACCESS)
+        card.ends.append(lambda: card.end_pair(pair))
+        attributes = Attributes(state=libverbs.INIT, access=libverbs.REMOTE_WRITE, port=port)
+        mask = libverbs.STATE | libverbs.PKEY | libverbs.PORT | libverbs.ACCESS
+        card.modify(pair, attributes, mask)
         code = self._code.allow(self._queue_at, RECEIVES)
         if code:
             raise VerbsError(f"room for WRITEs: {os.strerror(abs(code))}")
-        gid = bytes(10) + b"\xff\xff" + ipaddress.IPv4Address(peer).packed
-        attributes = _Attributes(
-            state=_RTR,
-            path_mtu=_MTU_4096,
-            peer=POOL_QUEUE_PAIR,
-            gid=(ctypes.c_uint8 * 16)(*gid),
+        attributes = Attributes(
+            state=libverbs.RTR,
+            path_mtu=libverbs.MTU_4096,
+            peer=self._to_pair,
+            gid=(ctypes.c_uint8 * 16)(*libverbs.gid_of(peer)),
             gid_index=gid_index,
             hops=64,
             is_global=1,
             path_port=port,
         )
-        self._modify(attributes, _STATE | _PATH | _MTU | _PEER | _RECEIVE_PSN)
-        attributes = _Attributes(state=_RTS, send_psn=secrets.randbits(24))
-        self._modify(attributes, _STATE | _SEND_PSN)
-        return pair
-
-    def _modify(self, attributes: _Attributes, mask: int) -> None:
-        code = self._library.ibv_modify_qp(
-            ctypes.c_void_p(self._pair), ctypes.byref(attributes), mask
-        )
-        if code:
-            what = f"the queue pair does not go to state {attributes.state}"
-            raise VerbsError(f"{what}: {os.strerror(code)} (is the pool's address a neighbour?)")
+        mask = libverbs.STATE | libverbs.PATH | libverbs.MTU | libverbs.PEER | libverbs.RECEIVE_PSN
+        card.modify(pair, attributes, mask, " (is the pool's address a neighbour?)")
+        attributes = Attributes(state=libverbs.RTS, send_psn=secrets.randbits(24))
+        card.modify(pair, attributes, libverbs.STATE | libverbs.SEND_PSN)
 
     # --- sending ----------------------------------------------------------------------------
 
@@ -590,7 +400,7 @@ class LandingZone:
             if self.broken or self.closed:
                 self._loop.call_soon(done, False)
                 continue
-            at = ctypes.addressof(ctypes.c_char.from_buffer(segment))
+            at = address_of_memory(segment)
             code = self._code.send(
                 *(self._queue_at, at, len(segment), chunks),
                 *(place.immediate(0), place.address_low(0)),
@@ -609,22 +419,15 @@ class LandingZone:
         """Wake for the last chunk of an answer. Else no WRITE wakes anybody: the processor has
         better things to do, and WRITTEN comes behind the last."""
         if not self.closed:
-            self._notify(self._received, 1)
+            self._card.notify(self._received, 1)
             self._loop.call_soon(self._look_again)  # at what came before that
 
     def _readable(self) -> None:
-        queue, context = ctypes.c_void_p(), ctypes.c_void_p()
-        events = 0
-        while not self._library.ibv_get_cq_event(
-            ctypes.c_void_p(self._channel), ctypes.byref(queue), ctypes.byref(context)
-        ):
-            self._library.ibv_ack_cq_events(queue, 1)
-            events += 1
-        if not events:
+        if not self._card.take_events():
             return
-        self._notify(self._sent, 0)
+        self._card.notify(self._sent, 0)
         if self.landing.awaits_ends:
-            self._notify(self._received, 1)
+            self._card.notify(self._received, 1)
         self._look_again()
 
     def _look_again(self) -> None:
@@ -646,7 +449,7 @@ class LandingZone:
         sent = False
         while self._sending and (polled := self._poll_some(self._sent)) is not None:
             sent = True
-            for number in polled[_NUMBER::_COMPLETION_WORDS]:
+            for number in polled[NUMBER::COMPLETION_WORDS]:
                 if not self.broken:
                     self._ended(number)
         if sent:
@@ -657,11 +460,11 @@ class LandingZone:
         """Completions that are there, as words; None if there are none, or the pair is broken."""
         if self.closed or self.broken:
             return None
-        count = self._poll(queue, _POLLED, ctypes.addressof(self._polled))
+        count = self._card.poll(queue, _POLLED, ctypes.addressof(self._polled))
         if count <= 0:
             return None
-        polled = memoryview(self._polled).cast("B").cast("I")[: count * _COMPLETION_WORDS]
-        bad = next(filter(None, polled[_STATUS::_COMPLETION_WORDS]), 0)
+        polled = memoryview(self._polled).cast("B").cast("I")[: count * COMPLETION_WORDS]
+        bad = next(filter(None, polled[STATUS::COMPLETION_WORDS]), 0)
         if bad:
             self._break(f"a completion with status {bad}")
             return None
@@ -685,8 +488,7 @@ class LandingZone:
         if self.closed:
             return
         self.closed = True
-        while self._ends:
-            self._ends.pop()()
+        self._card.close()
         self._in_card = 0
         told = [item[2] for item in self._sending] + [item[3] for item in self._waiting]
         for done in told:

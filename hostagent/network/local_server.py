@@ -506,7 +506,8 @@ class _Client(asyncio.Protocol):
                 if isinstance(message, local.Hello):
                     raise FramingError("a second Hello")
                 self.session.handle(now, message)
-                told = told or not isinstance(message, local.Release)  # which asks for nothing
+                # A Release asks for nothing.
+                told = told or not isinstance(message, local.Release) or bool(message.given_up)
         except FramingError as error:
             self.offends(str(error))
         if told:

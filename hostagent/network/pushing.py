@@ -15,8 +15,9 @@ import ctypes
 import socket
 import time
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, NamedTuple, Protocol
+from typing import Annotated, Any, Final, Protocol
 
+from kvcast.hostagent.core.ends import Ends, Table
 from kvcast.hostagent.core.pushing import Pushes
 from kvcast.hostagent.network.lander import Hashing, Landing, Landings, land, wait_for_any
 from kvcast.native.linux import (
@@ -47,7 +48,8 @@ from kvcast.native.subset import (
 from kvcast.protocol.pushing import (
     NODES,
     PUSH,
-    ROOMS,
+    PUSHES,
+    VERDICTS_AT_ONCE,
     Push,
     Pushing,
     Receiver,
@@ -75,7 +77,7 @@ class PushEnds(Struct):
     landings: Ptr[Landing]
     """By receiver: its socket, and what comes next."""
     message: Annotated[Ptr[MsgHdr], Inline(1)]
-    vectors: Annotated[Ptr[IoVec], Inline(2)]
+    vectors: Annotated[Ptr[IoVec], Inline(3)]
 
 
 # --- pushing ----------------------------------------------------------------------------------
@@ -88,23 +90,29 @@ def push_more(c: PushEnds, number: U64, now_ns: U64) -> None:
     pusher = p.pushers[number]
     message = c.message[0]
     while True:
-        place = leaves_next(p, pusher)
-        if place == ROOMS:
+        place = leaves_next(pusher, 0)
+        if place == PUSHES:
             return
-        room = p.rooms[place]
-        if room.push_left + room.left != 0:
-            c.vectors[0].base = address_of(room.push) + size_of(Push) - room.push_left
-            c.vectors[0].length = room.push_left
-            c.vectors[1].base = room.address + room.size - room.left
-            c.vectors[1].length = room.left
-            message.iov_length = 2
-        else:
-            c.vectors[0].base = address_of(room.digest) + _DIGEST_BYTES - room.digest_left
-            c.vectors[0].length = room.digest_left
-            message.iov_length = 1
+        sending = pusher.sendings[place]
+        room = p.rooms[sending.room]
+        pieces = 0
+        if sending.push_left + sending.left == 0:
+            c.vectors[0].base = address_of(room.digest) + _DIGEST_BYTES - sending.digest_left
+            c.vectors[0].length = sending.digest_left
+            pieces += 1
+            place = leaves_next(pusher, 1)
+        if place != PUSHES:
+            sending = pusher.sendings[place]
+            room = p.rooms[sending.room]
+            c.vectors[pieces].base = address_of(room.push) + size_of(Push) - sending.push_left
+            c.vectors[pieces].length = sending.push_left
+            c.vectors[pieces + 1].base = room.address + room.size - sending.left
+            c.vectors[pieces + 1].length = sending.left
+            pieces += 2
         message.iov = address_of(c.vectors)
+        message.iov_length = pieces
         if sendmmsg(c.sockets[number], c.message, 1, MSG_DONTWAIT | MSG_NOSIGNAL) == 1:
-            has_left(p, pusher, place, 0 + message.length, now_ns)
+            has_left(p, pusher, 0 + message.length, now_ns)
         else:
             error = error_number()
             if error == EAGAIN:
@@ -178,6 +186,17 @@ def expect_push(s: Landing, p: Pushing, r: Receiver) -> None:
 
 
 @native
+def say_verdicts(s: Landing, p: Pushing, r: Receiver) -> None:
+    """Say what became of the blocks that have come."""
+    size = r.verdict_count * size_of(Verdict)
+    r.verdict_count = 0
+    # So few always fit, or the other end does not read.
+    if size != 0 and r.broken == 0 and write(s.fd, address_of(r.verdicts), size) != signed(size):
+        r.broken = 1
+        p.cut = 1
+
+
+@native
 def take_pushes(c: PushEnds, number: U64, now_ns: U64) -> None:
     """Take what a connection brings, and say what became of it."""
     p = c.pushing[0]
@@ -203,12 +222,9 @@ def take_pushes(c: PushEnds, number: U64, now_ns: U64) -> None:
         else:
             push_landed(p, r, s.rooms[0].digest)
             expect_push(s, p, r)
-            size = r.verdict_count * size_of(Verdict)
-            r.verdict_count = 0
-            # A few always fit, or the other end does not read.
-            if write(s.fd, address_of(r.verdicts), size) != signed(size):
-                r.broken = 1
-                p.cut = 1
+            if r.push[0].behind == 0 or r.verdict_count == VERDICTS_AT_ONCE:
+                say_verdicts(s, p, r)
+    say_verdicts(s, p, r)
     if left == 0:
         wait_for_any(s)
 
@@ -229,21 +245,12 @@ class Roles(Protocol):
         """Undo either, before the descriptor is closed."""
 
 
-class _End(NamedTuple):
-    """One connection, and the node at its other end."""
-
-    sock: socket.socket
-    node_id: str
-
-
 class PushSockets:
     """The connections of a node on which blocks are pushed."""
 
     def __init__(self, pushes: Pushes, hashing: Hashing, roles: Roles) -> None:
         self._pushes = pushes
         self._roles = roles
-        self._pushers: dict[int, _End] = {}
-        self._receivers: dict[int, _End] = {}
         ends: Any = ctypes_of(PushEnds)()
         self._ends = ends
         self.address = ctypes.addressof(ends)
@@ -252,19 +259,29 @@ class PushSockets:
         ends.sockets = ctypes.addressof(self._sockets)
         self._landings = Landings(NODES, hashing)
         ends.landings = self._landings.address
+        pushers = Table(
+            pushes.pusher_stands,
+            lambda number: pushes.pusher_gone(time.monotonic(), number),
+            pushes.pusher,
+        )
+        receivers = Table(pushes.receiver_stands, pushes.receiver_gone, pushes.receiver)
+        self._pushers = Ends(
+            pushers, begin=self._begin_to_push, end=self._end_pushing, begun_here=True
+        )
+        self._receivers = Ends(
+            receivers, begin=self._begin_to_take, end=self._end_taking, begun_here=False
+        )
 
     # --- connections ------------------------------------------------------------------------------
 
     def push_to(self, sock: socket.socket, node: int, node_id: str) -> None:
         """There is a connection to that node, which takes what is pushed."""
-        number = self._pushes.pusher_stands(node)
-        if number is not None:
-            self._sockets[number] = sock.fileno()
-            self._pushers[number] = _End(sock, node_id)
-            if not self._roles.push_to(sock.fileno(), number):
-                self._close_pusher(number, served=False)
-        else:
+        if not self._pushers.add(sock, node, node_id):
             sock.close()
+
+    def _begin_to_push(self, number: int, sock: socket.socket) -> bool:
+        self._sockets[number] = sock.fileno()
+        return self._roles.push_to(sock.fileno(), number)
 
     def failed(self, now: float, node: int) -> None:
         """No connection was to be had to that node."""
@@ -272,54 +289,44 @@ class PushSockets:
 
     def take_from(self, sock: socket.socket, node: int, node_id: str) -> None:
         """There is a connection on which that node pushes, instead of any before."""
-        for number, end in list(self._receivers.items()):
-            if end.node_id == node_id:
-                self._close_receiver(number)
-        free = self._pushes.receiver_stands(node)
-        if free is None:
+        if not self._receivers.add(sock, node, node_id):
             sock.close()
-            return
-        receiver = self._pushes.receiver(free)
+
+    def _begin_to_take(self, number: int, sock: socket.socket) -> bool:
+        receiver = self._pushes.receiver(number)
         header = ctypes.addressof(receiver) + type(receiver).push.offset
-        self._landings.begin(free, sock.fileno(), header, PUSH.size)
-        self._receivers[free] = _End(sock, node_id)
-        if not self._roles.take_pushes(sock.fileno(), free):
-            self._close_receiver(free, served=False)
+        self._landings.begin(number, sock.fileno(), header, PUSH.size)
+        return self._roles.take_pushes(sock.fileno(), number)
+
+    def _end_pushing(self, number: int, sock: socket.socket) -> None:
+        self._sockets[number] = -1
+        self._end(sock)
+
+    def _end_taking(self, number: int, sock: socket.socket) -> None:
+        self._landings.end(number)
+        self._end(sock)
+
+    def _end(self, sock: socket.socket) -> None:
+        self._roles.forget(sock.fileno())
+        sock.close()
 
     def follow(self, index_of: Mapping[str, int]) -> None:
         """The nodes have these numbers from now on."""
-        for number, end in list(self._receivers.items()):
-            node = index_of.get(end.node_id)
-            if node is None:
-                self._close_receiver(number)
-            else:
-                self._pushes.receiver(number).node = node
-        for number, end in list(self._pushers.items()):
-            if index_of.get(end.node_id) != self._pushes.pusher(number).node:
-                self._close_pusher(number)
+        self._receivers.follow(index_of)
+        self._pushers.follow(index_of)
 
-    def _close_pusher(self, number: int, *, served: bool = True) -> None:
-        end = self._pushers.pop(number)
-        if served:
-            self._roles.forget(end.sock.fileno())
-        self._sockets[number] = -1
-        self._pushes.pusher_gone(time.monotonic(), number)
-        end.sock.close()
+    def stop_pushing(self) -> None:
+        """All connections end on which blocks are pushed to others,"""
+        self._pushers.close_all()
 
-    def _close_receiver(self, number: int, *, served: bool = True) -> None:
-        end = self._receivers.pop(number)
-        if served:
-            self._roles.forget(end.sock.fileno())
-        self._landings.end(number)
-        self._pushes.receiver_gone(number)
-        end.sock.close()
+    def stop_taking(self) -> None:
+        """and all on which others push."""
+        self._receivers.close_all()
 
     def close(self) -> None:
         """All connections end."""
-        for number in list(self._receivers):
-            self._close_receiver(number)
-        for number in list(self._pushers):
-            self._close_pusher(number)
+        self.stop_taking()
+        self.stop_pushing()
 
     # --- after a wait -----------------------------------------------------------------------------
 
@@ -328,11 +335,11 @@ class PushSockets:
         if self._pushes.cut_off:
             pushers, receivers = self._pushes.take_cut_off()
             for number in pushers:
-                self._close_pusher(number)
+                self._pushers.close(number)
             for number in receivers:
-                self._close_receiver(number)
+                self._receivers.close(number)
 
     def look(self, now: float) -> None:
         """Close what has stood still for too long."""
         for number in self._pushes.still(now):
-            self._close_receiver(number)
+            self._receivers.close(number)

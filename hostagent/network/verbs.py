@@ -1,11 +1,13 @@
-"""RDMA cards, by pyverbs: the adapter behind `kvcast.protocol.links.rdma.Verbs`.
+"""RDMA cards, by pyverbs: the adapter behind `kvcast.protocol.links.rdma.Verbs` for those who let
+others read and write.
 
 Owns: one card's objects (protection domain, the arena's registration, completion queue, queue
 pairs, memory windows), and waiting for completions without polling: the event loop watches the
-completion channel. Must not know: what is said on a connection, or what a block is.
+completion channel. Must not know: what is said on a connection, or what a block is. (What this node
+reads and writes itself, `calling_card` has pairs for.)
 
-The arena is registered once, and open to nobody: what another node may reach is bound to a memory
-window of type 2, which only one queue pair may use, and which is freed before its memory is
+The arena is registered at the start, and open to nobody: what another node may reach is bound to a
+memory window of type 2, which only one queue pair may use, and which is freed before its memory is
 anything else's. A card without such windows is not used.
 
 RoCE version 2 over IPv4 only: the card is the one whose GID is the agent's own address.
@@ -23,16 +25,16 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from kvcast.hostagent.network.calling_card import RETRIES, TIMEOUT, CallingCard
 from kvcast.protocol.links.rdma import (
     MAX_WINDOWS,
     CloseWindow,
     Completed,
     OpenWindow,
+    Pair,
     RdmaOptions,
-    Read,
     VerbsError,
     Work,
-    Write,
 )
 from kvcast.protocol.messages.rdma import Endpoint
 
@@ -46,9 +48,6 @@ _POLLS: Final = 16
 """Times that is done before others have their turn."""
 _MAX_READS: Final = 16
 """READs in flight for one pair, as far as the card has so many."""
-_TIMEOUT: Final = 14
-"""The card sends again after 4.096 us << 14 = 67 ms."""
-_RETRIES: Final = 7
 
 
 def _import() -> Any:
@@ -61,7 +60,6 @@ def _import() -> Any:
         import pyverbs.mr
         import pyverbs.pd
         import pyverbs.qp
-        import pyverbs.wr
     except ImportError as error:
         raise VerbsError(f"pyverbs is not installed ({error})") from error
     return pyverbs
@@ -96,7 +94,9 @@ class _CardPair:
     def post(self, work: Sequence[Work]) -> None:
         card, queue = self._card, self._queue
         closing = [item for item in work if isinstance(item, CloseWindow)]
-        posted = [item for item in work if not isinstance(item, CloseWindow)]
+        posted = [item for item in work if isinstance(item, OpenWindow)]
+        if len(closing) + len(posted) < len(work):
+            raise VerbsError("this queue pair has windows only")
         try:
             if posted:
                 queue.wr_start()
@@ -114,25 +114,17 @@ class _CardPair:
         if closing:
             card.soon(lambda: self.done([(order.token, "") for order in closing]))
 
-    def _add(self, queue: Any, item: Read | Write | OpenWindow) -> None:
+    def _add(self, queue: Any, order: OpenWindow) -> None:
         card, enums = self._card, self._card.enums
-        queue.wr_id = card.numbered(self, item.token)
+        queue.wr_id = card.numbered(self, order.token)
         queue.wr_flags = enums.IBV_SEND_SIGNALED
-        if isinstance(item, OpenWindow):
-            window, key = card.new_window()
-            self._windows[item.token] = window
-            address, size_bytes = _address_of(item.memory), len(item.memory)
-            self._opening[item.token] = (address, key)
-            read, write = enums.IBV_ACCESS_REMOTE_READ, enums.IBV_ACCESS_REMOTE_WRITE
-            info = card.bind_info(address, size_bytes, write if item.writable else read)
-            queue.wr_bind_mw(window, key, info)
-        else:
-            local = item.room if isinstance(item, Read) else item.data
-            if isinstance(item, Read):
-                queue.wr_rdma_read(item.key, item.address)
-            else:
-                queue.wr_rdma_write(item.key, item.address)
-            queue.wr_set_sge(card.part(_address_of(local), len(local)))
+        window, key = card.new_window()
+        self._windows[order.token] = window
+        address, size_bytes = _address_of(order.memory), len(order.memory)
+        self._opening[order.token] = (address, key)
+        read, write = enums.IBV_ACCESS_REMOTE_READ, enums.IBV_ACCESS_REMOTE_WRITE
+        info = card.bind_info(address, size_bytes, write if order.writable else read)
+        queue.wr_bind_mw(window, key, info)
 
     def done(self, results: list[tuple[int, str]]) -> None:
         """What the card says of some of this pair's work."""
@@ -169,7 +161,8 @@ class Card:
         self._options = options
         self.errors = (pyverbs.pyverbs_error.PyverbsError, OSError)
         self.gid = bytes(10) + b"\xff\xff" + ipaddress.IPv4Address(ip).packed
-        self._open_pairs: set[_CardPair] = set()
+        self._open_pairs: set[Pair] = set()
+        """Those of `calling`, too."""
         self._number = 0
         self._work: dict[int, tuple[_CardPair, int]] = {}
         """Whose each work request is, and by which token."""
@@ -179,6 +172,11 @@ class Card:
             raise VerbsError(f"the card for {ip}: {error}") from error
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._descriptor, self._completions)
+        try:
+            self.calling = CallingCard(self, memory, options.posted, self._calling_entries)
+        except VerbsError:
+            self._close_parts()
+            raise
 
     def _open(self, memory: memoryview) -> None:
         pyverbs, enums = self._pyverbs, self.enums
@@ -190,7 +188,8 @@ class Card:
         self.mtu_bytes = 128 << port.active_mtu
         self.max_transfer_bytes = min(port.max_msg_sz, 1 << 30)
         self.max_reads = max(1, min(_MAX_READS, device.max_qp_rd_atom, 255))
-        self._depth = min(self._options.posted + MAX_WINDOWS, device.max_qp_wr)
+        self._depth = min(MAX_WINDOWS, device.max_qp_wr)
+        self._calling_entries = min(self._options.posted * self._options.max_pairs, device.max_cqe)
         self._domain = pyverbs.pd.PD(self._context)
         before = _channels()
         self._channel = pyverbs.cq.CompChannel(self._context)
@@ -208,7 +207,6 @@ class Card:
             enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_MW_BIND,
             address=_address_of(memory),
         )
-        self._part = pyverbs.wr.SGE(0, 0, self._region.lkey)
 
     def _find(self) -> tuple[Any, int, int]:
         """The card that has our address: it, its port, and the place of the GID."""
@@ -240,8 +238,7 @@ class Card:
 
     def make_pair(self, completed: Callable[[list[Completed]], None]) -> _CardPair:
         """One more half; VerbsError where there are no more."""
-        if self.pairs >= self._max_pairs:
-            raise VerbsError(f"all {self._max_pairs} queue pairs are taken")
+        self._check_room()
         try:
             pair = _CardPair(self, completed)
         except self.errors as error:
@@ -249,14 +246,18 @@ class Card:
         self._open_pairs.add(pair)
         return pair
 
+    def admit(self, pair: Pair) -> None:
+        """Count one of `calling`; VerbsError where there are as many as may be."""
+        self._check_room()
+        self._open_pairs.add(pair)
+
+    def _check_room(self) -> None:
+        if self.pairs >= self._max_pairs:
+            raise VerbsError(f"all {self._max_pairs} queue pairs are taken")
+
     def new_queue(self) -> Any:
         qp, enums = self._pyverbs.qp, self.enums
         capacity = qp.QPCap(max_send_wr=self._depth, max_recv_wr=1)
-        operations = (
-            enums.IBV_QP_EX_WITH_RDMA_READ
-            | enums.IBV_QP_EX_WITH_RDMA_WRITE
-            | enums.IBV_QP_EX_WITH_BIND_MW
-        )
         queue = qp.QPEx(
             self._context,
             qp.QPInitAttrEx(
@@ -266,7 +267,7 @@ class Card:
                 cap=capacity,
                 pd=self._domain,
                 comp_mask=enums.IBV_QP_INIT_ATTR_PD | enums.IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
-                send_ops_flags=operations,
+                send_ops_flags=enums.IBV_QP_EX_WITH_BIND_MW,
             ),
         )
         queue.to_init(self._attributes())
@@ -291,9 +292,9 @@ class Card:
         attributes.max_dest_rd_atomic = self.max_reads
         attributes.max_rd_atomic = min(self.max_reads, remote.reads)
         attributes.min_rnr_timer = 12
-        attributes.timeout = _TIMEOUT
-        attributes.retry_cnt = _RETRIES
-        attributes.rnr_retry = _RETRIES
+        attributes.timeout = TIMEOUT
+        attributes.retry_cnt = RETRIES
+        attributes.rnr_retry = RETRIES
         gid = ":".join(remote.gid[i : i + 2].hex() for i in range(0, 16, 2))
         attributes.ah_attr = addr.AHAttr(
             gr=addr.GlobalRoute(dgid=addr.GID(gid), sgid_index=self.gid_index, hop_limit=64),
@@ -312,7 +313,7 @@ class Card:
         self._work[self._number] = (pair, token)
         return self._number
 
-    def forget(self, pair: _CardPair) -> None:
+    def forget(self, pair: Pair) -> None:
         """A pair is closed: what the card still says of it concerns nobody."""
         self._open_pairs.discard(pair)
         for number in [n for n, (owner, _) in self._work.items() if owner is pair]:
@@ -329,12 +330,6 @@ class Card:
             log.error("a queue pair cannot be closed: %s", error)
 
     # --- memory -------------------------------------------------------------------------------
-
-    def part(self, address: int, size_bytes: int) -> Any:
-        """Bytes of the arena, for an order that is made now: pyverbs takes long to make another of
-        these, and the order copies what it says."""
-        self._part.addr, self._part.length = address, size_bytes
-        return self._part
 
     def bind_info(self, address: int, size_bytes: int, access: int) -> Any:
         return self._pyverbs.mr.MWBindInfo(self._region, address, size_bytes, access)
@@ -387,9 +382,13 @@ class Card:
 
     def close(self) -> None:
         """Give everything back."""
-        self._loop.remove_reader(self._descriptor)
+        self.calling.close()
         for pair in list(self._open_pairs):
             pair.close()
+        self._close_parts()
+
+    def _close_parts(self) -> None:
+        self._loop.remove_reader(self._descriptor)
         parts = (self._region, self._completion_queue, self._channel, self._domain, self._context)
         for part in parts:
             try:

@@ -20,8 +20,15 @@ statuses of `kvcast.protocol.messages.bulk`."""
 EVICTED: Final = "evicted"
 """Outcome of a put whose copy was no longer there when its turn came."""
 
+UNWANTED: Final = "unwanted"
+"""Outcome of a get that was not wanted any more."""
+
 Ended = Callable[[float, str], None]
 """(now, outcome)"""
+
+
+def _always() -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,8 @@ class PutCall:
 class GetCall:
     """Fetch a block from a node. `begin(size, digest)` gives the room for the whole block, whose
     first `start_bytes` are there already, or None to refuse; after it and whatever happens,
-    `ended`. Outcome "done": all bytes are there, and have that digest."""
+    `ended`. Outcome "done": all bytes are there, and have that digest. `wanted`: whether anybody
+    still waits for it; else it may end early."""
 
     node: int
     block: BlockId
@@ -98,6 +106,7 @@ class GetCall:
     begin: Callable[[int, int], memoryview | None]
     ended: Ended
     start_bytes: int = 0
+    wanted: Callable[[], bool] = _always
 
 
 @dataclass(slots=True, eq=False)

@@ -7,7 +7,8 @@ how the caller proved who it is.
 A caller that says nothing for `idle_s`, or is slower than `transfer_timeout_s` with a request, is
 closed. One that sends requests ahead is answered in order, and not read from meanwhile. For one
 connection at most `MAX_BULK_BYTES` are set aside or held, unless one block alone has more. When
-the bytes of blocks leave is `departures`' to say, where several namespaces' do.
+the bytes of blocks leave is `departures`' to say, where several namespaces' do, and when those of
+puts are read, `arrivals`'.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from kvcast.protocol.links.bulk import BulkCounters, BulkOptions
-from kvcast.protocol.links.departures import Departures
+from kvcast.protocol.links.departures import Departures, Turn, earliest
 from kvcast.protocol.links.stream import LinkError, LinkStream
 from kvcast.protocol.messages.bulk import (
     BULK_PROTOCOL_VERSION,
@@ -103,7 +104,8 @@ class BulkService(Protocol[S]):
 
 class BulkCallee(LinkStream[CallerMessage], Generic[S]):
     """See the module's text. `certified`: the only node that the caller can be; None = it is
-    believed. `departures`: shared by all of a node's callees; None = nobody waits."""
+    believed. `departures`, `arrivals`: each shared by all that a node's link carries that way;
+    None = nobody waits."""
 
     one_at_a_time = True
 
@@ -115,6 +117,7 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         counters: BulkCounters,
         certified: str | None = None,
         departures: Departures | None = None,
+        arrivals: Departures | None = None,
     ) -> None:
         super().__init__(CallerMessage, max_message_bytes=MAX_BULK_MESSAGE_BYTES)
         self._service = service
@@ -136,9 +139,10 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         """The copies whose bytes are leaving,"""
         self._namespace = 0
         """of this namespace."""
-        self._departures = departures or Departures(0.0)
-        self._waits_until: float | None = None
-        """When to ask again whether they may leave."""
+        self._put_namespace = 0
+        """The same of those that are coming."""
+        self._leaving = Turn(departures or Departures(0.0), lambda: self.wake())
+        self._coming = Turn(arrivals or Departures(0.0), lambda: self.wake())
         self._deadline = now + options.idle_s
 
     def _message(self, now: float, message: CallerMessage) -> None:
@@ -151,11 +155,14 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         service, caller = self._service, self._caller
         match message:
             case BulkPut():
+                self._put_namespace = message.namespace
                 refusal = service.refuse_put(caller, message)
                 if message.follows:
                     self._begin_following(message, refusal)
                 else:
                     self._send(BulkDone(refusal) if refusal else BulkGo(self._begin_put(message)))
+                coming_bytes = sum(room.size - room.there for room in self.rooms)
+                self._coming.begin(now, message.namespace, coming_bytes)
             case BulkGet():
                 refusal = service.refuse_get(caller, message)
                 if refusal:
@@ -279,24 +286,37 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
             self._send(BulkDone(refusal) if refusal else BulkTaken(self._taken))
 
     def _allowed_bytes(self, now: float) -> int:
-        allowed = self._departures.may_send(now, self._namespace, self, self.wake)
-        self._waits_until = None if allowed else self._departures.ready_at(now, self)
-        return allowed
+        return self._leaving.allowed(now, self._namespace)
+
+    def receivable_bytes(self, now: float) -> int:
+        return self._coming.allowed(now, self._put_namespace)
+
+    @property
+    def window_bytes(self) -> int:
+        """Not more than a turn of who waits for turns: what is on its way has no weight."""
+        return self._coming.ahead_bytes
+
+    @property
+    def wants_bytes(self) -> bool:
+        return super().wants_bytes and self._coming.until is None
 
     def get_timer(self) -> float | None:
-        """When `handle_timer` is to be called, or there may be more to send."""
-        if self.closed or self._waits_until is None or self._deadline is None:
-            return self._deadline
-        return min(self._deadline, self._waits_until)
+        """When `handle_timer` is to be called, or there may be more to send, or to read."""
+        if self.closed:
+            return None
+        return earliest(self._deadline, self._leaving.until, self._coming.until)
 
     def handle_timer(self, now: float) -> None:
-        if self._waits_until is not None and now >= self._waits_until:
-            self._waits_until = None
+        self._leaving.due(now)
+        self._coming.due(now)
         super().handle_timer(now)
 
     def _block_sending(self, now: float, size_bytes: int) -> None:
-        self._departures.sent(now, self._namespace, size_bytes)
+        self._leaving.moved(now, self._namespace, size_bytes)
         self._counters.payload_bytes_sent_bulk_get_total += size_bytes
+
+    def _bytes_coming(self, now: float, size_bytes: int) -> None:
+        self._coming.moved(now, self._put_namespace, size_bytes)
 
     def _drained(self, now: float) -> None:
         self._end_gets()
@@ -315,9 +335,11 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
             self._counters.bulk_protocol_errors_total += 1
 
     def _over(self, now: float) -> None:
-        self._departures.leave(self)
+        waited = [turn for turn in (self._leaving, self._coming) if turn.leave()]
         while self._putting:
             _, room = self._putting.popleft()
             if not isinstance(room, str):
                 self._service.abort_put(room)
         self._end_gets()
+        for turn in waited:
+            turn.pass_on()

@@ -4,17 +4,20 @@ Owns: connections, their reuse, deadlines and number, and the order of a convers
 (`kvcast.protocol.messages.bulk`). Must not know: why a call is made.
 
 At most `connections_per_peer` connections to a node, each with one request at a time; calls beyond
-wait their turn, at most `queue_per_peer` of them, and one more fails at once as unreachable. But a
+wait their turn, at most `queue_per_peer` of them and none past its deadline (by more than
+`OVERDUE_S`), and one more fails at once as unreachable. But a
 namespace that has none of these connections is given one beyond them, `assured_per_peer` in all:
 else it would wait for the end of whatever others have begun, which may be slow. Gets,
 and puts, that wait together and are alike go together, in one request. The bytes of a put that is
-not long follow it at once; after a node did not want some, it is asked first, until it wants all. A
-connection is kept for the next call for half of `idle_s`, before the callee closes it. Where
+not long follow it at once; after a node did not want some, it is asked first, until it wants all.
+When they leave is `departures`' to say, where several namespaces' do. A connection
+is kept for the next call for half of `idle_s`, before the callee closes it. Where
 several namespaces' calls wait for a node, their weights say whose turn it is, in turns of up to
 `TURN_BYTES`. A reused connection that turns out to be dead before any answer is replaced once it is
 known: by another that was kept, in the end by a fresh one.
 
-After each event take `instructions`: they say which connections to make, which have something to
+Call `handle_timer` when `get_timer` says; connections have timers of their own. After each event
+take `instructions`: they say which connections to make, which have something to
 send or are to be closed, and which calls have ended.
 """
 
@@ -23,12 +26,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Final, NamedTuple
 
 from kvcast.protocol.fair_queue import FairQueue
 from kvcast.protocol.links.bulk import (
     EVICTED,
     UNREACHABLE,
+    UNWANTED,
     BulkCall,
     BulkCounters,
     BulkOptions,
@@ -37,6 +42,7 @@ from kvcast.protocol.links.bulk import (
     GetCall,
     PutCall,
 )
+from kvcast.protocol.links.departures import Departures, Turn, earliest
 from kvcast.protocol.links.stream import LinkError, LinkStream
 from kvcast.protocol.messages import bulk
 from kvcast.protocol.messages.bulk import (
@@ -65,13 +71,15 @@ from kvcast.protocol.messages.control import NodeInfo
 MERGED_WITHIN_S: Final = 1.0
 """Calls go together only if their deadlines are no further apart, since they end together if the
 node does not answer."""
+OVERDUE_S: Final = 0.05
+"""Who waits is looked through no more often than this, for calls that have waited too long."""
 TURN_BYTES: Final = 4 << 20
 """Of one namespace's calls in one request, at most, while another's wait."""
 PRESUMED_BYTES: Final = 1 << 16
 """What a call counts for until it is known what it brings."""
 MAX_SKIPPED_BYTES: Final = 1 << 20
-"""So much of blocks that there is no room for is read and thrown away, for the sake of those that
-follow; more ends the connection."""
+"""So much of blocks that there is no room for, or that nobody wants any more, is read and thrown
+away, for the sake of those that follow; more ends the connection."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +134,7 @@ def _bytes_of(call: BulkCall) -> int:
 
 class BulkCaller:
     """See the module's text. `view` gives the bytes of a put's copy, `weight_of` a namespace's
-    weight."""
+    weight; `departures` is shared by all that the node's link carries away, None = nobody waits."""
 
     def __init__(
         self,
@@ -135,8 +143,10 @@ class BulkCaller:
         counters: BulkCounters,
         view: Callable[[Any], memoryview],
         weight_of: Callable[[int], float] = lambda _namespace: 1.0,
+        departures: Departures | None = None,
     ) -> None:
         self._weight_of = weight_of
+        self.departures = departures or Departures(0.0)
         self.node_id = node_id
         self.options = options
         self.counters = counters
@@ -145,6 +155,9 @@ class BulkCaller:
         self._peers: dict[tuple[str, str, int], _Peer] = {}
         self._instructions: list[Instruction] = []
         self._closed = False
+        self._due = inf
+        """No call that waits has a deadline before this."""
+        self._looked_at = -inf
 
     def instructions(self) -> list[Instruction]:
         """What is to be done, in this order; each is given once."""
@@ -182,10 +195,38 @@ class BulkCaller:
                 asked[peer] = node
         for peer, node in asked.items():
             self._start(now, node, peer)
+        if any(peer.queue for peer in asked):
+            self._note_due(calls)
+
+    def get_timer(self) -> float | None:
+        """When `handle_timer` is to be called; None = no need."""
+        return None if self._due == inf else max(self._due, self._looked_at + OVERDUE_S)
+
+    def handle_timer(self, now: float) -> None:
+        """End the calls that wait and are overdue."""
+        when = self.get_timer()
+        if when is None or now < when:
+            return
+        self._looked_at, self._due = now, inf
+        for peer in self._peers.values():
+            for call in peer.queue.remove(lambda call: call.deadline <= now):
+                self._complete(call, UNREACHABLE if _is_wanted(call) else UNWANTED)
+            self._note_due(peer.queue)
+
+    def _note_due(self, calls: Iterable[BulkCall]) -> None:
+        self._due = min(self._due, min((call.deadline for call in calls), default=inf))
+
+    def end_unwanted(self, now: float) -> None:
+        """Some gets may not be wanted any more: those that wait are not made when their turn comes,
+        and a connection on which much is on its way, and nothing else, ends."""
+        for peer in self._peers.values():
+            for connection in list(peer.busy):
+                connection.end_unwanted(now)
 
     def close(self, now: float) -> None:
         """End all calls as unreachable, and close all connections."""
         self._closed = True
+        self._due = inf
         for peer in self._peers.values():
             while (namespace := peer.queue.next_flow()) is not None:
                 call = peer.queue.take(namespace)
@@ -253,6 +294,8 @@ class BulkCaller:
             queue.take(namespace)
             if isinstance(call, PutCall) and not call.begin():
                 self._complete(call, EVICTED)
+            elif isinstance(call, GetCall) and not call.wanted():
+                self._complete(call, UNWANTED)
             elif call.deadline <= now:
                 self._complete(call, UNREACHABLE)
             else:
@@ -276,13 +319,14 @@ class BulkCaller:
             peer.idle.append(connection)
         self._start(now, connection.node, peer)
 
-    def again(self, peer: _Peer, calls: Iterable[BulkCall]) -> None:
+    def again(self, peer: _Peer, calls: Sequence[BulkCall]) -> None:
         """Make these calls once more, before all others; they began before."""
         if self._closed:
             for call in calls:
                 self._complete(call, UNREACHABLE)
         else:
             peer.queue.push_front(calls)
+            self._note_due(calls)
 
     def closed(self, connection: BulkConnection) -> None:
         """A connection is closed."""
@@ -310,6 +354,10 @@ def _alike(first: BulkCall, other: BulkCall) -> bool:
     )
 
 
+def _is_wanted(call: BulkCall) -> bool:
+    return not isinstance(call, GetCall) or call.wanted()
+
+
 class BulkConnection(LinkStream[CalleeMessage]):
     """One connection to `node`: being made, idle, or with calls, which are one request."""
 
@@ -335,6 +383,11 @@ class BulkConnection(LinkStream[CalleeMessage]):
         """The digests of the blocks that are coming, one for each call."""
         self._refused: set[BulkCall] = set()
         """Gets whose blocks are coming and have no room."""
+        self._unwanted = False
+        """Nobody wants what is coming."""
+        self._namespace = 0
+        """Of the put whose bytes are leaving."""
+        self._leaving = Turn(link.departures, lambda: self.wake())
         self._gone = False
         """The blocks of a put have been sent,"""
         self._unasked = False
@@ -376,6 +429,13 @@ class BulkConnection(LinkStream[CalleeMessage]):
         self._reused = False
         self._close(now)
 
+    def end_unwanted(self, now: float) -> None:
+        """Close if much is coming that nobody wants any more, and nothing else."""
+        left_bytes = sum(room.size - room.there for room in self.rooms)
+        if left_bytes > MAX_SKIPPED_BYTES and not any(map(_is_wanted, self.calls)):
+            self._unwanted = True
+            self.end(now)
+
     # --- the conversation ---------------------------------------------------------------------
 
     def _wait(self, now: float) -> None:
@@ -388,6 +448,7 @@ class BulkConnection(LinkStream[CalleeMessage]):
         self._wait(now)
         match self.calls[0]:
             case PutCall() as first:
+                self._namespace = first.copy.block.namespace
                 headers = []
                 for call in self.calls:
                     assert isinstance(call, PutCall)
@@ -520,8 +581,20 @@ class BulkConnection(LinkStream[CalleeMessage]):
         else:
             self._free(now)
 
+    def _allowed_bytes(self, now: float) -> int:
+        return self._leaving.allowed(now, self._namespace)
+
     def _block_sending(self, now: float, size_bytes: int) -> None:
+        self._leaving.moved(now, self._namespace, size_bytes)
         self._link.counters.payload_bytes_sent_bulk_put_total += size_bytes
+
+    def get_timer(self) -> float | None:
+        """When `handle_timer` is to be called, or there may be more to send."""
+        return None if self.closed else earliest(self._deadline, self._leaving.until)
+
+    def handle_timer(self, now: float) -> None:
+        self._leaving.due(now)
+        super().handle_timer(now)
 
     def _all_done(self, now: float, statuses: list[str]) -> None:
         """All calls have ended well enough for the connection to be kept."""
@@ -544,13 +617,19 @@ class BulkConnection(LinkStream[CalleeMessage]):
         self._reused = False
 
     def _over(self, now: float) -> None:
+        waited = self._leaving.leave()
         self._link.closed(self)
-        if not self.calls:
-            return
+        if self.calls:
+            self._end_calls(now)
+        if waited:
+            self._leaving.pass_on()
+
+    def _end_calls(self, now: float) -> None:
         calls, self.calls = self.calls, deque()
         if self._reused and not self._answered:
             self._link.again(self.peer, calls)
         else:
+            failed = UNWANTED if self._unwanted else UNREACHABLE
             for call in calls:
-                self._link.ended(call, bulk.NO_ROOM if call in self._refused else UNREACHABLE)
+                self._link.ended(call, bulk.NO_ROOM if call in self._refused else failed)
         self._link.free(now, self)

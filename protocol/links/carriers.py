@@ -121,6 +121,7 @@ class Carriers:
             once.begin,
             call.ended,
             call.start_bytes,
+            call.wanted,
         )
         return GetCall(
             call.node,
@@ -130,6 +131,7 @@ class Carriers:
             once.begin,
             _Ended(self, call, node_id, by_tcp),
             call.start_bytes,
+            call.wanted,
         )
 
     def ended(

@@ -1,8 +1,8 @@
-"""What leaves a node over its links to other nodes: whose blocks' bytes are next.
+"""What leaves a node over its links to other nodes, or comes by them: whose blocks' bytes are next.
 
-Owns: the pace of the bytes that are sent in answer to gets, on all connections together, while
-several namespaces have some to send; and whose turn it is, by weight (`fair_queue.Shares`). Must
-not know: sockets, requests, or what a block is.
+Owns: the pace of the bytes of gets' answers and of puts, on all connections together, while several
+namespaces have some to move the same way; and whose turn it is, by weight (`fair_queue.Shares`).
+Must not know: sockets, requests, or what a block is.
 
 What waits in the kernel or in the network has no weight any more: there, shares are by connection,
 and a tenant that loads a model from many nodes has many. So while others are there, what leaves is
@@ -15,6 +15,9 @@ back at all; nor is anything where the link's rate is not known.
 Whoever is next of those who wait is woken, and told by a timer when the link will have carried so
 much; all others ask again now and then, and who does not, since its connection takes nothing, is
 not waited for.
+
+What comes is shared by the same rules, with *send* read as *receive*: what is not read waits, for
+the most part, in the node that sends it, since TCP lets it send no more than there is room for.
 """
 
 from __future__ import annotations
@@ -57,6 +60,68 @@ class _Waiting(NamedTuple):
     namespace: int
     asked_at: float
     wake: Callable[[], None]
+
+
+class Turn:
+    """One connection's side of it. `woken` is called when it may go on, or had better ask."""
+
+    __slots__ = ("_departures", "_taken_bytes", "_woken", "ahead_bytes", "until")
+
+    def __init__(self, departures: Departures, woken: Callable[[], None]) -> None:
+        self._departures = departures
+        self._woken = woken
+        self.until: float | None = None
+        """Until when it waits; None: it does not."""
+        self.ahead_bytes = sys.maxsize
+        """How much had better be on its way: a turn, where it has to wait for that."""
+        self._taken_bytes = 0
+        """Of what is to come, so much was taken ahead."""
+
+    def begin(self, now: float, namespace: int, size_bytes: int) -> None:
+        """So many bytes are about to come. What the namespace has saved of its share, it takes
+        now: the others are to wait while they are on their way, and not when they are here."""
+        self._taken_bytes += self._departures.take_ahead(now, namespace, size_bytes)
+
+    def allowed(self, now: float, namespace: int) -> int:
+        """How many bytes may go now; where none may, it waits."""
+        if self._taken_bytes:
+            self.ahead_bytes = sys.maxsize
+            return self._taken_bytes
+        allowed = self._departures.may_send(now, namespace, self, self._wake)
+        self.until = None if allowed else self._departures.ready_at(now, self)
+        turn_bytes = self._departures.turn_bytes
+        self.ahead_bytes = sys.maxsize if allowed > turn_bytes else turn_bytes
+        return allowed
+
+    def _wake(self) -> None:
+        self.until = None
+        self._woken()
+
+    def moved(self, now: float, namespace: int, size_bytes: int) -> None:
+        """So many bytes have gone."""
+        taken_bytes = min(self._taken_bytes, size_bytes)
+        self._taken_bytes -= taken_bytes
+        if size_bytes > taken_bytes:
+            self._departures.sent(now, namespace, size_bytes - taken_bytes)
+
+    def due(self, now: float) -> None:
+        """Time has passed."""
+        if self.until is not None and now >= self.until:
+            self.until = None
+
+    def leave(self) -> bool:
+        """The connection is over; whether it waited. Then `pass_on` is to follow, when nothing is
+        left half done: who is woken by that goes on at once."""
+        return self._departures.leave(self)
+
+    def pass_on(self) -> None:
+        """Let others have the turn."""
+        self._departures.pass_on()
+
+
+def earliest(*times: float | None) -> float | None:
+    """Of the times that there are."""
+    return min((when for when in times if when is not None), default=None)
 
 
 class Departures:
@@ -120,6 +185,22 @@ class Departures:
         self.waits_total += 1
         return 0
 
+    def take_ahead(self, now: float, namespace: int, size_bytes: int) -> int:
+        """Of so many bytes that are about to go, how many count as gone already: what the namespace
+        has saved, where that is more than a turn."""
+        if self._pace <= 0:
+            return 0
+        self._there[namespace] = now
+        if not self._others_are_there(now, namespace):
+            return 0
+        self._adapt(now)
+        saved_bytes = int(self._shares.saved(namespace))
+        if saved_bytes <= self.turn_bytes or self._ready_bytes <= -CREDIT_S * self._pace:
+            return 0
+        taken_bytes = min(saved_bytes, size_bytes)
+        self.sent(now, namespace, taken_bytes)
+        return taken_bytes
+
     def ready_at(self, now: float, who: Hashable) -> float:
         """When who waits is to ask again, unless it is woken."""
         if who != self._told:
@@ -139,7 +220,7 @@ class Departures:
                     self._tight_at = now
             self._shares.took(namespace, size_bytes)
             self._sends += 1
-            self._pass_on()
+            self.pass_on()
 
     def sent_by_reads(self, now: float, namespace: int, size_bytes: int) -> None:
         """So many bytes have gone out another way."""
@@ -152,10 +233,9 @@ class Departures:
         sends had better not."""
         return now - self._tight_at < LATELY_S
 
-    def leave(self, who: Hashable) -> None:
-        """This connection waits no more."""
-        if self._waiting.pop(who, None) is not None:
-            self._pass_on()
+    def leave(self, who: Hashable) -> bool:
+        """This connection waits no more; whether it did. Then `pass_on` is to follow."""
+        return self._waiting.pop(who, None) is not None
 
     def _others_are_there(self, now: float, namespace: int) -> bool:
         there = self._there
@@ -169,7 +249,7 @@ class Departures:
         namespace = self._shares.next_of(namespaces)
         return next(who for who, one in self._waiting.items() if one.namespace == namespace)
 
-    def _pass_on(self) -> None:
+    def pass_on(self) -> None:
         """Wake whose turn is next, be it there or not: who is woken asks. Who may send then comes
         by here again."""
         if self._passing:

@@ -125,6 +125,9 @@ class LinkStream(Generic[M]):
     def _block_coming(self, now: float) -> None:
         """Some of a block has come."""
 
+    def _bytes_coming(self, now: float, size_bytes: int) -> None:
+        """So many bytes of a block have come."""
+
     def _block_sending(self, now: float, size_bytes: int) -> None:
         """So many bytes of a block are on their way."""
 
@@ -207,6 +210,16 @@ class LinkStream(Generic[M]):
         waits = self._held_up or (self.one_at_a_time and bool(self._out))
         return not self.closed and (bool(self.rooms) or not waits)
 
+    def receivable_bytes(self, now: float) -> int:
+        """How many bytes of blocks may be read now, where there are `rooms`; 0: none, and nothing
+        at all until `wants_bytes` again. To be asked where there is something to read."""
+        return sys.maxsize
+
+    @property
+    def window_bytes(self) -> int:
+        """How much the other end may send of blocks before it is read, where that can be said."""
+        return sys.maxsize
+
     @property
     def least_bytes(self) -> int:
         """So many bytes are sure to come, or 1: fewer are not worth waking up for."""
@@ -263,6 +276,7 @@ class LinkStream(Generic[M]):
         """So many more bytes are in the first room; the digest of them all, where it is known."""
         room = self.rooms[0]
         room.there += size_bytes
+        self._bytes_coming(now, size_bytes)
         if room.there < room.size:
             self._block_coming(now)
             return

@@ -74,6 +74,7 @@ Handles = Annotated[list[U64], Meta(max_length=MAX_KEYS)]
 Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
 Millis = Annotated[int, Meta(ge=0, le=255)]
 Size = Annotated[int, Meta(ge=1, le=0xFFFFFFFF)]
+Rate = Annotated[float, Meta(ge=0.0, le=1e12)]
 PutAck = Literal["", "home", "replicas", "local"]
 
 TIERS: Final = ("local", "arena", "ssd", "cold", "switch", "shared", "home", "bulk")
@@ -177,9 +178,12 @@ class Abort(Struct, frozen=True, tag="abort"):
 
 
 class Release(Struct, frozen=True, tag="release"):
-    """Let go of handles that gets returned. Not answered; unknown handles are counted."""
+    """Let go of handles that gets returned. Not answered; unknown handles are counted. `given_up`:
+    the numbers of gets whose blocks nobody waits for any more; those that have no answer yet have
+    it at once, with what has come."""
 
     handles: Handles
+    given_up: Handles = []
 
 
 class Exists(Struct, frozen=True, tag="exists"):
@@ -240,6 +244,19 @@ class FindGroup(Struct, frozen=True, tag="find_group"):
     namespace: U16
     nodes: Annotated[list[NodeId], Meta(max_length=32)]
     at: U32 | None = None
+
+
+class Weighed(Struct, frozen=True, tag="weighed"):
+    """What an engine has made of prefixes that the pool held, since it last said so: how many it
+    has loaded whole, a part of, or nothing of. And what it has found that loading and computing
+    take, in tokens a second (0: not known). Answered by Ack."""
+
+    request: U64
+    whole: U32 = 0
+    part: U32 = 0
+    computed: U32 = 0
+    load_tokens_per_s: Rate = 0.0
+    compute_tokens_per_s: Rate = 0.0
 
 
 class DescribePool(Struct, frozen=True, tag="describe_pool"):
@@ -330,8 +347,8 @@ class Committed(Struct, frozen=True, tag="committed"):
 
 
 class Ack(Struct, frozen=True, tag="ack"):
-    """Answer to Prefetch, Abort, Exists, Drop, Pin and Unpin: how many keys or tickets it did
-    (for Exists: the length of the prefix that exists)."""
+    """Answer to Prefetch, Abort, Exists, Drop, Pin, Unpin and Weighed: how many keys, tickets or
+    prefixes it did (for Exists: the length of the prefix that exists)."""
 
     request: U64
     count: U64
@@ -401,6 +418,7 @@ Numbered = (
     | GetStats
     | FindNamespace
     | FindGroup
+    | Weighed
     | DescribePool
 )
 """Requests that are answered."""

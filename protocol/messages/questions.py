@@ -11,7 +11,8 @@ from typing import Final
 
 QUESTION: Final = struct.Struct("=HHIQ16sQ")
 """GET: namespace, deadline in ms, a number of the client's choice, key, and what the namespace was
-said to mean (0: nothing was said). RELEASE: its number is the handle, and all else is 0."""
+said to mean (0: nothing was said). RELEASE: its number is the handle, all else is 0, and behind it
+may stand further handles, a `HANDLE` each: `MAX_MANY` at most."""
 GET: Final = 1
 RELEASE: Final = 2
 GET_MANY: Final = 3
@@ -20,21 +21,25 @@ one message with an ANSWER for each, in their order, all with the question's num
 one that says ASK_AGENT: for all of them."""
 MAX_MANY: Final = 128
 KEY: Final = struct.Struct("=16s")
+HANDLE: Final = struct.Struct("=Q")
 PUT: Final = 4
-"""What the client has written into room that it was given ahead is this block (`PUT_QUESTION`: a
-QUESTION, in which ACK_BY_DEFAULT or ACK_HOME stands instead of a deadline, and the room's ticket
-behind it). The answer is PUT_HOME, or ASK_AGENT."""
+"""What the client has written into room that it was given is this block (`PUT_QUESTION`: a
+QUESTION, in which one of `ACKS` stands instead of a deadline, and the room's ticket behind it). The
+answer is PUT_HOME, or ASK_AGENT. Further rooms and blocks of the namespace may follow, a `ROOM`
+each: `MAX_MANY` at most. Then the answer is one message, as to GET_MANY."""
 PUT_QUESTION: Final = struct.Struct("=HHIQ16sQQ")
-ACK_BY_DEFAULT: Final = 0
-ACK_HOME: Final = 1
-"""What is to be waited for, as `local.Put` says it."""
+ROOM: Final = struct.Struct("=16sQ")
+"""Key and ticket."""
+ACKS: Final = ("", "home", "local", "replicas")
+"""What is to be waited for, as `local.Put` says it; the first: as the agent does."""
+ACK_BY_DEFAULT, ACK_HOME, ACK_LOCAL, ACK_REPLICAS = range(len(ACKS))
 MAX_DEADLINE_MS: Final = 3_600_000
 
 ANSWER: Final = struct.Struct("=HHI5Q")
 """GIVEN: tier (of `TIERS`), 0, the question's number, handle, offset in the arena, size in bytes,
 digest. ASK_AGENT: the number; all else is 0. PUT_HOME: 0, 0, the number, ticket and offset of the
 room for the next block of this namespace and size (0: there is none), how many homes have the
-block, its digest."""
+block, as far as that was waited for, its digest."""
 GIVEN: Final = 1
 ASK_AGENT: Final = 2
 PUT_HOME: Final = 3

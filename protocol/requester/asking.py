@@ -175,16 +175,21 @@ class Asker:
     # --- answers by RDMA --------------------------------------------------------------------
 
     def _place_for(self, now: float, fetch: Fetch, index: int, home: int) -> Place | None:
-        """Where the answer to a READ of a segment may be written; None = it comes by DATA.
-
-        Who is in a reader group is answered unasked, and so without a slot."""
-        if self.landing is None or not self.landing.usable or fetch.group:
-            return None
-        if fetch.chunking is not SHARED_CHUNKING or home not in self.writers:
-            return None
-        if now < self.home(home).no_writes_until:
+        """Where the answer to a READ of a segment may be written; None = it comes by DATA."""
+        if not self._comes_by_write(now, fetch, home):
             return None
         return place_of(fetch.block.namespace, fetch.block.key, fetch.chunking.number(index))
+
+    def _comes_by_write(self, now: float, fetch: Fetch, home: int) -> bool:
+        """Whether answers to a fetch's READs come by RDMA. Who is in a reader group is answered
+        unasked, and so without a slot."""
+        return not fetch.group and fetch.chunking is SHARED_CHUNKING and self._can_write(now, home)
+
+    def _can_write(self, now: float, home: int) -> bool:
+        """Whether a home answers by RDMA, and this node can take that."""
+        if self.landing is None or not self.landing.usable:
+            return False
+        return home in self.writers and now >= self.home(home).no_writes_until
 
     def _must_wait(self, now: float, fetch: Fetch, index: int) -> bool:
         """Whether a segment's slot is another's just now; that one's end lets it go on."""
@@ -238,6 +243,8 @@ class Asker:
             del waiting[index]
             full = no_credit or home.in_window >= self._window(now, home)
             turn = self._next_idle(now, home, full=full)
+            if turn is None and full and not no_credit and self._has_slots(now, home):
+                turn = self._next_idle(now, home, full=False, by_write=True)
             if turn is not None:
                 fetch, segment = turn
                 self._take_off(now, fetch, segment)
@@ -261,15 +268,24 @@ class Asker:
             return self.config.window_shared
         return int(home.window.size)
 
+    def _has_slots(self, now: float, home: Home) -> bool:
+        """Whether more than `home`'s window may be asked for if it comes by RDMA: as many as while
+        readers keep step. Each lands in a slot of its own, so none waits in a buffer of this host;
+        and who takes them is told of several at once, for which more must be on its way."""
+        return self._can_write(now, home.index) and home.in_window < self.config.window_shared
+
     def _others_wait(self) -> bool:
         """Whether another namespace waits than that which has everything in flight."""
         return any(
             namespace not in self.flows for h in self.waiting.values() for namespace in h.queues
         )
 
-    def _next_idle(self, now: float, home: Home, *, full: bool) -> tuple[Fetch, Segment] | None:
+    def _next_idle(
+        self, now: float, home: Home, *, full: bool, by_write: bool = False
+    ) -> tuple[Fetch, Segment] | None:
         """The next segment to ask `home` for; where its window, or the credit, is `full`, one of a
-        namespace of which next to nothing is in flight, since others take it all."""
+        namespace of which next to nothing is in flight, since others take it all. `by_write`: only
+        if it comes by RDMA."""
         held: set[int] = set()  # what they have to ask for waits for slots
         while len(held) < len(home.queues):
             waiting: Collection[int] = home.queues
@@ -286,7 +302,7 @@ class Asker:
             if not waiting:
                 return None
             namespace = self.fair.next_of(waiting) if len(waiting) > 1 else next(iter(waiting))
-            found = self._next_of(now, home, home.queues[namespace])
+            found = self._next_of(now, home, home.queues[namespace], by_write=by_write)
             if found is not None:
                 self.fair.took(namespace, 1.0)
                 return found
@@ -297,9 +313,9 @@ class Asker:
         return None
 
     def _next_of(
-        self, now: float, home: Home, queue: list[tuple[int, int]]
+        self, now: float, home: Home, queue: list[tuple[int, int]], *, by_write: bool
     ) -> tuple[Fetch, Segment] | None:
-        """The next segment of one namespace.
+        """The next segment of one namespace; None where it waits, and stays first of those.
 
         Fetches come in the order in which they started: the blocks of a prefix are worth nothing
         without those before, and readers of one prefix share answers if they go the same way.
@@ -308,6 +324,8 @@ class Asker:
             fetch = self._fetches.get(queue[0][0])
             queued = fetch is not None and fetch.queued_at == home.index
             if fetch is not None and queued and fetch.state is not FetchState.EXPECTING:
+                if by_write and not self._comes_by_write(now, fetch, home.index):
+                    return None
                 waiting: list[int] = []
                 found: Segment | None = None
                 while fetch.idle and found is None:

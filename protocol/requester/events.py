@@ -45,7 +45,7 @@ class RequesterConfig:
     window_max: int = 64
     """Segments in flight from one home, at most."""
     window_shared: int = 32
-    """Segments in flight from one home while its answers are shared; the same for all readers.
+    """Segments in flight from one home while readers keep step; the same for all of them.
     A reader that is held up for longer than the others take for so many falls behind for good,
     and costs a copy of each segment from then on; so it is large. What it costs: more segments
     that meet in an entry of the switch at the same time, and longer queues."""
@@ -132,6 +132,8 @@ class MissReason(enum.Enum):
     NO_HOME = "no_home"
     QUEUE_FULL = "queue_full"
     CANCELLED = "cancelled"
+    GIVEN_UP = "given_up"
+    """Of a get, and of no fetch: who asked does not wait any more."""
 
 
 WORST_FIRST: Final = (

@@ -641,8 +641,6 @@ class Requester:
             fetch.homes.sources,
         )
         self._life.by_serial[assembly.serial] = fetch
-        if frame.flags & FLAG_SHARED:  # known before the next READs are made
-            self._asker.note_sharing(now, fetch)
         if fetch.report.first_byte_s is None:
             fetch.report.first_byte_s = now - fetch.started_at
         known = len(fetch.segments)
@@ -650,6 +648,8 @@ class Requester:
         self._asker.land_all(now, fetch.segments[count:], SegmentEvent.DROP)
         del fetch.segments[count:]
         fetch.segments += [Segment(index, fetch.story) for index in range(known, count)]
+        if frame.flags & FLAG_SHARED:  # known before the next READs are made
+            self._asker.note_sharing(now, fetch)
         if not fetch.may_probe:
             fetch.idle.extend(range(known, count))
             self._asker.enqueue(fetch)

@@ -124,6 +124,9 @@ class ResponderConfig:
     repeated_s: float = 5.0
     """For so long a reader group's READ that its reader repeats is taken for impatient, and not for
     lost, once it was answered."""
+    on_its_way_s: float = 0.5
+    """For so long an answer to a reader group may be on its way to any of its members, whoever of
+    them asks for it, and whether for the first time or not."""
     max_gather_ms: int = 255
     """Longest time for which an answer is held for joiners, whatever the READ allows."""
     heat_blocks: int = 4096
@@ -263,6 +266,7 @@ class _Job:
         "group",
         "held",
         "key",
+        "marked",
         "offer",
         "remaining",
         "segment",
@@ -283,6 +287,7 @@ class _Job:
         self.chunking = chunking_of(frame.segment)
         self.remaining = remaining  # chunks to send, as a bitmap
         self.offer: Frame | None = None  # sent before the first chunk
+        self.marked = bool(frame.flags & FLAG_SHARED)
         self.behind = False  # another reader was sent the segment a moment ago
         self.whole = True  # not only its end
 
@@ -347,10 +352,11 @@ class Responder:
         self._gathering: list[tuple[float, int, int, _Job]] = []  # until, sequence, reader, job
         self._sequence = 0
         self._bypassed = 0  # how often in a row the first of the turns has waited
-        self._group_answers: BoundedMap[tuple[int, BlockId, int], float] = BoundedMap(
-            _MOST_GROUP_ANSWERS
+        self._group_answers: BoundedMap[tuple[int, BlockId, int], tuple[float, int, bool]] = (
+            BoundedMap(_MOST_GROUP_ANSWERS)
         )
-        """When a reader's READ of a segment, for its group, was answered."""
+        """When a group's READ of a segment was answered, which reader's it was, and whether a
+        switch had marked it, so that the answer went to all of the group."""
         self._heat: BoundedMap[BlockId, _Heat] = BoundedMap(config.heat_blocks)
         self._catch_up = CatchUp(config.catch_up)
         self._copy_time = CopyTime()
@@ -612,17 +618,23 @@ class Responder:
         return True
 
     def _was_answered(self, now: float, reader: int, frame: Frame, block: BlockId) -> bool:
-        """Whether a reader group's READ is repeated though all of the answer has gone out.
+        """Whether a reader group's READ is asked although all of the answer has gone out: its
+        reader repeats it, or it has crossed the answer to another member's.
 
         Where nothing comes for a while that answer is more likely to be on its way, through queues
         and past processors that have much to do, than lost as a whole. Its last chunk comes behind
         it, and ends it: what the reader lacks by then, it asks for. So impatience costs a frame,
         and not a copy for all of the group.
         """
-        if not frame.group or not frame.flags & FLAG_RETRY:
+        if not frame.group:
             return False
-        sent_at = self._group_answers.get((reader, block, frame.segment))
-        return sent_at is not None and now - sent_at < self.config.repeated_s
+        answer = self._group_answers.get((frame.group, block, frame.segment))
+        if answer is None:
+            return False
+        sent_at, asked_by, marked = answer
+        if asked_by == reader and frame.flags & FLAG_RETRY:
+            return now - sent_at < self.config.repeated_s
+        return marked and now - sent_at < self.config.on_its_way_s
 
     def _has_room(self, namespace: int) -> bool:
         """Whether another segment of a namespace may wait."""
@@ -801,7 +813,11 @@ class Responder:
                     counters.segments_full += job.whole
                     self._catch_up.sent(now)
                     if job.group and job.whole:
-                        self._group_answers[index, job.block, job.segment] = now
+                        self._group_answers[job.group, job.block, job.segment] = (
+                            now,
+                            index,
+                            job.marked,
+                        )
                 self._finish(job)
         return turn - left
 

@@ -34,6 +34,8 @@ _QUIET_TICKS = 8
 """Ticks without a read after which the next ones are left out."""
 _SPAN = 1 << 48
 """Nanoseconds (78 hours) that a stream may span."""
+_NEVER = 1 << 62
+"""Of nanoseconds."""
 _HOME = "home"
 Hits = NDArray[np.bool_]
 
@@ -110,9 +112,31 @@ class ControlLoop:
     write_s: float = 0.01
     """From a decision until the switch holds the entries: questions to a home, and writes."""
 
+    def reported_at(self, now: float, block: int) -> float:
+        """When the home of a block that is read now reports it."""
+        phase = self.renewal_s * (block % self.homes) / self.homes
+        return now + self.renewal_s - (now - phase) % self.renewal_s
+
 
 AT_ONCE = ControlLoop(tick_s=0.05, renewal_s=0.05, heat_threshold=1, digest_s=0.0, write_s=0.0)
 """Where we ask how much of a gap is the control loop's."""
+
+
+class _Heat:
+    """READs of blocks as the switch counts them, window by window."""
+
+    def __init__(self, loop: ControlLoop) -> None:
+        self._loop = loop
+        self._counts: dict[int, tuple[int, int]] = {}
+        """By block: the window, and READs of each of its segments in it."""
+
+    def read(self, now: float, block: int, together: int) -> bool:
+        """So many READs at once; whether they raise a digest."""
+        window = int(now / self._loop.window_s)
+        before = self._counts.get(block, (window, 0))
+        count = together + (before[1] if before[0] == window else 0)
+        self._counts[block] = window, count
+        return count >= self._loop.heat_threshold > count - together
 
 
 class _Switch:
@@ -137,8 +161,9 @@ class _Switch:
         self._reads: defaultdict[int, Counter[int]] = defaultdict(Counter)
         """By home: READs by block since the last report."""
         self._readers: defaultdict[int, set[int]] = defaultdict(set)
-        self._heat: dict[int, tuple[int, int, int]] = {}
-        """By block: window, READs of each of its segments in it, and ports waiting at once."""
+        self._heat = _Heat(loop)
+        self._together: dict[int, int] = {}
+        """By block: ports that waited for it at once, the last time."""
         self._served: Counter[int] = Counter()
         self._usable: dict[BlockId, float] = {}
         """From when on the switch holds a resident's entries."""
@@ -162,13 +187,9 @@ class _Switch:
         home = block % loop.homes
         self._reads[home][block] += CELLS.segments_of(self._sizes[block])
         self._readers[block].add(node)
-        phase = loop.renewal_s * home / loop.homes
-        self._plan("report", home, now + loop.renewal_s - (now - phase) % loop.renewal_s)
-        window = int(now / loop.window_s)
-        before = self._heat.get(block, (window, 0, 0))
-        count = together + (before[1] if before[0] == window else 0)
-        self._heat[block] = window, count, together
-        if count >= loop.heat_threshold > count - together:
+        self._plan("report", home, loop.reported_at(now, block))
+        self._together[block] = together
+        if self._heat.read(now, block, together):
             self._plan("digest", block, now + loop.digest_s)
         return False
 
@@ -187,8 +208,7 @@ class _Switch:
                 report = HotBlock(1, name.key, count, readers, 0, size, 1)
                 tiers.heard_report(name, report, now)
         elif what == "digest":
-            _, _, together = self._heat[whose]
-            count = self._loop.heat_threshold
+            together, count = self._together[whose], self._loop.heat_threshold
             for segment in range(CELLS.segments_of(self._sizes[whose])):
                 ports = (1 << together) - 1
                 tiers.heard_heat(HeatSample(self._ids[whose], segment, ports, count), now)
@@ -293,12 +313,32 @@ def after_its_fill(stream: Stream, delay_s: float) -> Stream:
     """Without the reads of each block that no controller outside the switch can have answered: up
     to the first one that comes so long after the block's first, and which fills. The first read of
     what is left is that one."""
-    order = np.argsort(stream.block, kind="stable")
-    block, at = stream.block[order], stream.at[order]
-    begins = np.r_[True, block[1:] != block[:-1]] if len(order) else np.zeros(0, bool)
-    first_at = at[begins][np.cumsum(begins) - 1] if len(order) else at
-    keep = np.zeros(len(order), bool)
-    keep[order] = ~begins & (at >= first_at + round(delay_s * NS))
+    first_at = np.full(len(stream.block_bytes), _NEVER, np.int64)
+    np.minimum.at(first_at, stream.block, stream.at)
+    return _from(stream, first_at + round(delay_s * NS))
+
+
+def after_it_is_heard_of(stream: Stream, loop: ControlLoop) -> Stream:
+    """The same, where the controller hears of reads as in a pool: of the first by its home's report
+    or by the switch's digest, whichever comes before the other."""
+    heat = _Heat(loop)
+    heard: dict[int, float] = {}
+    rows = zip(
+        (stream.at / NS).tolist(), stream.block.tolist(), stream.together.tolist(), strict=True
+    )
+    for now, block, together in rows:
+        at = heard.setdefault(block, loop.reported_at(now, block))
+        if now < at and heat.read(now, block, together):
+            heard[block] = min(at, now + loop.digest_s)
+    held_from = np.full(len(stream.block_bytes), _NEVER, np.int64)
+    for block, at in heard.items():
+        held_from[block] = round((at + loop.write_s) * NS)
+    return _from(stream, held_from)
+
+
+def _from(stream: Stream, begins: Ints) -> Stream:
+    """The reads of each block from a time on, by block; its first read is before that."""
+    keep = stream.at >= begins[stream.block]
     joined = None if stream.joined is None else stream.joined[keep]
     return Stream(
         stream.at[keep], stream.block[keep], stream.node[keep], stream.block_bytes, joined
@@ -391,7 +431,9 @@ def compared(stream: Stream, slots: int) -> dict[str, int]:
     *As a switch fills*: the best of the others, if what they let in were filled by the next read
     that passes, as in the switch. *Filled by order*: their hits, less what it takes if each block
     is sent once more when it is let in, so that the second read is answered already. *After the
-    fill*: of the reads alone that a controller beside the switch can have answered.
+    fill*: of the reads alone that a controller beside the switch can have answered; *reachable*:
+    the same, if it hears of blocks no sooner than in a pool. Both take a slot to be free for
+    another block at once, which it is after the drain's 0.2 s.
     """
     capacity = slots * SEGMENT_BYTES
     size = stream.bytes
@@ -411,6 +453,8 @@ def compared(stream: Stream, slots: int) -> dict[str, int]:
     results["best, filled by order"] = max(ordered)
     late = after_its_fill(stream, ControlLoop.write_s)
     results["optimum, after the fill"] = optimum_bytes(late, capacity)
+    heard = after_it_is_heard_of(stream, ControlLoop())
+    results["reachable optimum"] = optimum_bytes(heard, capacity)
     results["static"] = static_bytes(stream, capacity)
     results["optimum"] = optimum_bytes(stream, capacity)
     return results

@@ -374,7 +374,7 @@ def hung(one: str, other: str, pid: str) -> None:
 
 def wrong() -> None:
     """What is not understood is named at the start."""
-    for params in ({"sockett": "x"}, {"model": "x"}, {"load_s": -1}):
+    for params in ({"sockett": "x"}, {"model": "x"}, {"load_s": -1}, {"prefill_tokens_per_s": 9}):
         try:
             make("/nonexistent/agent.sock", **params)
         except ValueError as error:

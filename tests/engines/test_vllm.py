@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from engines_harness import (
     transfer,
 )
 from kvcast.bench.engines.engine import Answers, Engine, Prompt
+from kvcast.hostagent.client import Client
 
 pytestmark = [needs_engines, pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -89,6 +91,20 @@ def all_ended(answers: Answers) -> bool:
     return all(one["finish"] == "length" and one["seconds"] < HANG_S for one in answers)
 
 
+async def told(socket: Path, prefixes: int) -> float:
+    """How many prefixes an agent was told of that were loaded whole, once it was of so many."""
+
+    def ask() -> float:
+        end = time.monotonic() + HANG_S
+        with Client(str(socket)) as client:
+            while (whole := client.stats()["prefixes_whole_total"]) < prefixes:
+                assert time.monotonic() < end, whole
+                time.sleep(0.1)
+        return whole
+
+    return await asyncio.to_thread(ask)
+
+
 async def test_what_one_node_computed_the_others_read(
     llama: Path,
     families: dict[str, list[Prompt]],
@@ -120,6 +136,7 @@ async def test_what_one_node_computed_the_others_read(
                         {tuple(p[: 32 * (at + 1)]) for p in prompts for at in range(len(p) // 32)}
                     )
                     assert stats.get("save_blocks", 0) == 0  # what is there is not saved again
+                    assert await told(pool.sockets[node], len(prompts)) == len(prompts)
                 if node == "node-2":
                     [salted] = await engine.generate([prompts[0]], salt="another's")
                     assert (salted["cached"], right([salted], computed.new["hits"][:1])) == (

@@ -38,7 +38,7 @@ from kvcast.protocol.messages.wire import BlockId
 from own_address import own_endpoint
 
 M = TypeVar("M", bound=msgspec.Struct)
-TIMEOUT_S = 30.0
+TIMEOUT_S = 90.0
 
 
 class Process:
@@ -92,15 +92,21 @@ class Lab:
         return await self.start("switchsim", f"--grpc-addr={grpc}", "--strict", *flags)
 
     async def controller(
-        self, switch: str, *flags: str, state: str = "state.sqlite", agents: str = "127.0.0.1:0"
+        self,
+        switch: str,
+        *flags: str,
+        state: str = "state.sqlite",
+        agents: str = "127.0.0.1:0",
+        lease_s: float = 4.0,
     ) -> Process:
+        """Agents renew ten times in a lease, so that a busy machine loses none of them."""
         return await self.start(
             "controller",
             f"--switch={switch}",
             f"--agents-addr={agents}",
             "--http-addr=127.0.0.1:0",
             f"--state={self.folder / state}",
-            "--lease=1.5",
+            f"--lease={lease_s}",
             "--tick=0.1",
             "--rebalance-after=0.5",
             *flags,

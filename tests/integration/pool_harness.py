@@ -127,7 +127,7 @@ async def replay(
 
 
 async def eventually(
-    what: str, probe: Callable[[], Awaitable[bool]], *, tries: int = 150, pause_s: float = 0.1
+    what: str, probe: Callable[[], Awaitable[bool]], *, tries: int = 600, pause_s: float = 0.1
 ) -> None:
     """Wait until `probe` is true; fails with `what` after `tries` times."""
     for _ in range(tries):

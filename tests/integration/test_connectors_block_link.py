@@ -16,11 +16,20 @@ from typing import Any
 
 import pytest
 from hostagent_harness import MIB
+from kvcast.hostagent.client import Client
 from kvcast.hostagent.connectors.block_link import GAPS, BlockLink, Named, Room
 from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.naming import NamespaceName, key_of
 from kvcast.hostagent.connectors.options import StoreOptions
-from kvcast.hostagent.connectors.transfers import BUSY, CAME, CLOSED, LEFT_ALONE, THERE, Transfer
+from kvcast.hostagent.connectors.transfers import (
+    BUSY,
+    CAME,
+    CLOSED,
+    LEFT_ALONE,
+    SLOWER,
+    THERE,
+    Transfer,
+)
 from pool_harness import running_pool
 
 NAME = NamespaceName("tests", "model", "1", "layout")
@@ -243,13 +252,29 @@ async def test_bytes_that_changed_are_not_loaded_and_can_be_saved_anew(
         await asyncio.to_thread(play)
 
 
+async def hasty_beside_blocks(
+    nodes: Callable[..., Node], socket: Path, wait_s: float
+) -> tuple[Node, list[Named], list[memoryview]]:
+    """A node that waits for nothing longer, and blocks that it finds."""
+    node = nodes(socket, lookup_s=wait_s, load_s=wait_s, save_s=wait_s, retry_s=0.0)
+    wanted, mine = names("a", 3), rooms(3, "mine")
+    assert await asyncio.to_thread(nodes(socket).save, wanted, mine) == [CAME] * 3
+    await asyncio.to_thread(wait_until_found, node, wanted)
+    return node, wanted, mine
+
+
+def wait_until_found(node: Node, wanted: Sequence[Named]) -> None:
+    end = time.monotonic() + 60
+    while node.find(wanted) != [CAME] * len(wanted):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
 async def test_a_pool_that_hangs_costs_its_deadlines_and_is_then_left_alone(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:
     async with running_pool(tmp_path, 2) as (pool, _):
-        node = nodes(pool.sockets["node-1"], lookup_s=0.3, load_s=0.4, save_s=0.4, retry_s=0.0)
-        wanted, mine = names("a", 3), rooms(3, "mine")
-        assert await asyncio.to_thread(node.save, wanted, mine) == [CAME] * 3
+        node, wanted, mine = await hasty_beside_blocks(nodes, pool.sockets["node-1"], 0.4)
         pool.pause("node-1")
 
         def hung() -> None:
@@ -268,10 +293,7 @@ async def test_a_pool_that_hangs_costs_its_deadlines_and_is_then_left_alone(
         pool.resume("node-1")
 
         def comes_back() -> None:
-            end = time.monotonic() + 30
-            while node.find(wanted) != [CAME] * 3:
-                assert time.monotonic() < end
-                time.sleep(0.1)
+            wait_until_found(node, wanted)
             assert node.link.well
 
         await asyncio.to_thread(comes_back)
@@ -281,9 +303,7 @@ async def test_what_ends_while_it_is_copied_writes_and_reads_nothing_more(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:
     async with running_pool(tmp_path, 2) as (pool, _):
-        node = nodes(pool.sockets["node-1"], lookup_s=0.5, load_s=0.5, save_s=0.5, retry_s=0.0)
-        wanted, mine = names("a", 3), rooms(3, "mine")
-        assert await asyncio.to_thread(node.save, wanted, mine) == [CAME] * 3
+        node, _, _ = await hasty_beside_blocks(nodes, pool.sockets["node-1"], 0.5)
         pool.pause("node-1")
 
         def hung() -> None:
@@ -324,3 +344,59 @@ async def test_beyond_the_bound_and_after_the_end_tasks_are_refused_at_once(
 
         await asyncio.to_thread(play)
         pool.resume("node-1")
+
+
+async def test_what_is_computed_sooner_counts_as_not_held_and_can_be_saved(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 3) as (pool, _):
+
+        def play() -> None:
+            one = nodes(pool.sockets["node-1"])
+            hasty = nodes(pool.sockets["node-2"], prefetch=False, prefill_tokens_per_s=1e9)
+            patient = nodes(pool.sockets["node-2"], prefetch=False, prefill_tokens_per_s=1e-6)
+            first, second = names("first", 60), names("second", 60)
+            for wanted in (first, second):
+                assert one.save(wanted, rooms(60, wanted)) == [CAME] * 60
+            for node in (hasty, patient):
+                node.link.weigh(16)
+                assert node.find(first) == [CAME] * 60  # what a load takes is not known yet
+                assert node.load(first, rooms(60)) == [CAME] * 60
+            found = hasty.find(second)
+            near = found.index(SLOWER)  # its own agent has these
+            assert found == [CAME] * near + [SLOWER] * (60 - near)
+            counts = hasty.counters.take()
+            assert counts["miss_blocks|reason=slower"] == 60 - near
+            assert counts["weighed|verdict=slower"] == 1
+            assert counts["prefixes|outcome=whole"] == 1
+            assert counts[f"prefixes|outcome={'part' if near else 'computed'}"] == 1
+            assert hasty.save(second, rooms(60, second)) == [THERE] * 60
+            assert hasty.find(first) == [CAME] * 60  # its own agent has those by now
+            assert patient.find(second) == [CAME] * 60
+            with Client(str(pool.sockets["node-2"])) as client:
+                end = time.monotonic() + 30
+                while (told := client.stats())["prefixes_whole_total"] < 4:
+                    assert time.monotonic() < end
+                    time.sleep(0.05)
+            assert told["prefixes_compute_tokens_per_s"] > 0
+
+        await asyncio.to_thread(play)
+
+
+async def test_a_chain_behind_a_gap_is_weighed_up_to_the_gap(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 1) as (pool, _):
+
+        def play() -> None:
+            node = nodes(pool.sockets["node-1"], prefill_tokens_per_s=1e9)
+            node.link.weigh(16)
+            wanted = names("a", 5)
+            assert node.find(wanted) == ["not_held"] * 5
+            kept = [0, 1, 3, 4]
+            node.save([wanted[at] for at in kept], rooms(4, "a"))
+            there = [CAME if at in kept else "not_held" for at in range(5)]
+            assert node.find(wanted) == there
+            assert node.counters.take()["prefixes|outcome=whole"] == 1
+
+        await asyncio.to_thread(play)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hostagent_harness import MIB
 from kvcast.hostagent.client import Client
+from kvcast.hostagent.connectors.agent_link import TELL_S
 from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.link import Link, LinkOptions, Turns
 from kvcast.hostagent.connectors.loads import Ended, LoadTable
@@ -28,6 +29,8 @@ from kvcast.hostagent.connectors.naming import (
     keys_of,
 )
 from kvcast.hostagent.connectors.planner import Load, Lookup, Save
+from kvcast.hostagent.connectors.weighing import Weighed
+from patience import PATIENCE_S
 from pool_harness import running_pool
 
 NAME = NamespaceName("tests", "model", "1", "layout")
@@ -491,7 +494,7 @@ async def test_engines_that_hash_otherwise_are_told(
             told: list[bytes] = []
             mine = hashing_facts("sha256", "1")
             first, other = nodes(pool.sockets["node-1"]), nodes(pool.sockets["node-2"])
-            end = time.monotonic() + 60
+            end = time.monotonic() + 2 * PATIENCE_S
             with Client(str(pool.sockets["node-2"])) as client:
                 number = client.namespace(NAME.tenant, NAME.model, NAME.version, NAME.layout)
                 while not client.exists(number, [HASHING_KEY]) and time.monotonic() < end:
@@ -557,5 +560,46 @@ async def test_bytes_that_changed_in_the_arena_are_not_loaded_and_make_room_for_
             node.save(chain[2:], mine, tuple(ids[2:] for ids in IDS))
             assert node.load(chain, theirs, IDS).came == 4
             assert of(theirs) == of(mine)
+
+        await asyncio.to_thread(play)
+
+
+async def test_an_agent_is_told_what_became_of_prefixes_also_of_what_it_could_not_be_told(
+    tmp_path: Path,
+) -> None:
+    async with running_pool(tmp_path, 1) as (pool, _):
+        socket = pool.sockets["node-1"]
+
+        def play() -> None:
+            away = Node(tmp_path / "nobody.sock")
+            node = Node(socket)
+            with Client(str(socket)) as client:
+
+                def told(count: int) -> dict[str, float]:
+                    end = time.monotonic() + 30
+                    while (stats := client.stats())["prefixes_whole_total"] < count:
+                        assert time.monotonic() < end
+                        time.sleep(0.05)
+                    return stats
+
+                for _ in range(3):
+                    node.link.tell(Weighed(whole=2, part=1), (100.0, 0.0))
+                node.link.tell(Weighed(), (200.0, 50.0))
+                stats = told(6)
+                assert stats["prefixes_part_total"] == 3
+                assert stats["prefixes_load_tokens_per_s"] == 200.0
+                assert stats["prefixes_compute_tokens_per_s"] == 50.0
+                away.link.tell(Weighed(whole=1, computed=1), (0.0, 0.0))
+                assert away.link.node_id() == ""  # nobody is there yet
+                time.sleep(1.5 * TELL_S)
+                (tmp_path / "nobody.sock").symlink_to(socket)
+                end = time.monotonic() + 30
+                while not away.link.node_id():  # it tries again a second later
+                    assert time.monotonic() < end
+                    time.sleep(0.05)
+                away.link.tell(Weighed(whole=1), (0.0, 0.0))
+                assert told(8)["prefixes_computed_total"] == 1
+            for one in (node, away):
+                one.link.close()
 
         await asyncio.to_thread(play)

@@ -205,7 +205,7 @@ async def test_a_silent_agents_buckets_move_and_come_back(lab: Lab) -> None:
 
 async def test_a_controller_that_was_stopped_for_a_while_blames_no_agent(lab: Lab) -> None:
     switch = await lab.switch()
-    controller = await lab.controller(switch.facts["grpc"])
+    controller = await lab.controller(switch.facts["grpc"], lease_s=1.5)
     for n in (1, 2):
         await lab.agent(controller, n)
     before = await until(controller, lambda s: all_programmed(s, 2))

@@ -174,7 +174,7 @@ async def test_the_chat_answers_on_the_terminal() -> None:
             stdout=PIPE,
             stderr=PIPE,
         )
-        told, errors = await asyncio.wait_for(process.communicate(), 60)
+        told, errors = await asyncio.wait_for(process.communicate(), 120)
         assert process.returncode == 0, errors.decode()
         assert told.decode() == "onetwothree\n" or told.decode() == "onetwothree"
         assert "from a" in errors.decode()
@@ -193,7 +193,7 @@ async def test_one_engine_is_asked_to_compute_and_the_others_told_to_wait(tmp_pa
             stdout=PIPE,
             stderr=PIPE,
         )
-        told, errors = await asyncio.wait_for(process.communicate(), 60)
+        told, errors = await asyncio.wait_for(process.communicate(), 120)
         assert process.returncode == 0, errors.decode()
         answers = [json.loads(line) for line in told.splitlines()]
         assert [answer["server"] for answer in answers] == [fake.url for fake in fakes]

@@ -9,72 +9,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import random
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
-from kvcast.bench.incast import home_keys
-from kvcast.bench.stores.links import HOLDER_SIDE, READER_SIDE, STAR, LoopbackLink
-from kvcast.bench.stores.servers import make_pool
 from kvcast.hostagent import membarrier
-from kvcast.hostagent.client import Client, KvcastError
+from kvcast.hostagent.client import KvcastError
 from kvcast.topologies.pool import Pool
+from two_agents import HOME, PATIENCE_S, TwoClients, content_of, on_a_pool
 
 pytestmark = pytest.mark.skipif(
     not membarrier.available(), reason="no membarrier(2), or not x86-64"
 )
 
-HOME, READER = (STAR.hosts[side].node_id for side in (HOLDER_SIDE, READER_SIDE))
-PATIENCE_S = 20.0
 
-
-def on_a_pool(
-    test: Callable[[Pool, list[bytes]], Coroutine[Any, Any, None]],
-) -> Callable[[], None]:
-    """Run a test on a pool of two agents; its keys are at home at HOME."""
-
-    async def within() -> None:
-        async with make_pool(LoopbackLink()) as pool:
-            await test(pool, home_keys(pool, HOME, 40, test.__name__))
-
-    def run() -> None:
-        asyncio.run(asyncio.wait_for(within(), 100.0))
-
-    run.__name__ = test.__name__
-    return run
-
-
-def content_of(key: bytes, size_bytes: int) -> bytes:
-    return random.Random(key).randbytes(size_bytes)
-
-
-class Engines:
-    """A client on each side."""
-
-    def __init__(self, pool: Pool) -> None:
-        self.home, self.reader = (Client(str(pool.sockets[node])) for node in (HOME, READER))
-        self.namespace = self.home.namespace("t", "m", "1", "bytes")
-        assert self.reader.namespace("t", "m", "1", "bytes") == self.namespace
-
-    def close(self) -> None:
-        self.home.close()
-        self.reader.close()
+class Engines(TwoClients):
+    """A client on each side; blocks are put at home, and read from there."""
 
     def put(self, key: bytes, size_bytes: int) -> None:
         self.home.put(self.namespace, {key: content_of(key, size_bytes)})
 
     def get(self, key: bytes, size_bytes: int) -> None:
-        (block,) = self.reader.get(self.namespace, [key], PATIENCE_S)
+        (block,) = self.other.get(self.namespace, [key], PATIENCE_S)
         assert block is not None
         assert bytes(block.data) == content_of(key, size_bytes)
         assert block.tier in ("home", "bulk")
         block.release()
 
+    def look(self, key: bytes, size_bytes: int) -> None:
+        self.get(key, size_bytes)
+
     def conveyed_bytes(self) -> float:
         """What came by conveyors, and of the courier by anything."""
-        return self.reader.stats()["courier_conveyed_bytes_total"]
+        return self.other.stats()["courier_conveyed_bytes_total"]
 
 
 @on_a_pool
@@ -85,12 +51,11 @@ async def test_large_blocks_come_by_the_conveyor_once_there_is_one(
         with contextlib.closing(Engines(pool)) as engines:
             sizes = [300_000] * 12 + [1_000_000] * 12 + [5_000_000] * 6
             for key, size_bytes in zip(keys, sizes, strict=False):
-                engines.put(key, size_bytes)
-                engines.get(key, size_bytes)
+                engines.put_and_look(key, size_bytes)
             # A machine that is busy may take longer than the courier waits, so some come otherwise.
             assert engines.conveyed_bytes() > 0
             sent = engines.home.stats()
-            received = engines.reader.stats()
+            received = engines.other.stats()
             by_tcp = received["payload_bytes_received_bulk_get_total"]
             assert sent["payload_bytes_sent_bulk_get_total"] == by_tcp
             assert by_tcp + received["payload_bytes_received_udp_total"] == sum(sizes)
@@ -108,14 +73,14 @@ async def test_many_blocks_come_by_one_question(pool: Pool, keys: list[bytes]) -
                 engines.put(key, size_bytes)
             engines.get(keys[0], size_bytes)
             for part in (keys[1:12], keys[12:24], keys[24:36]):
-                outcomes = engines.reader.get_outcomes(engines.namespace, part, PATIENCE_S)
+                outcomes = engines.other.get_outcomes(engines.namespace, part, PATIENCE_S)
                 for key, outcome in zip(part, outcomes, strict=True):
                     if key in keys[:30]:
                         assert outcome.block is not None
                         assert bytes(outcome.block.data) == content_of(key, size_bytes)
                     else:
                         assert (outcome.status, outcome.reason) == ("miss", "not_found")
-            stats = engines.reader.stats()
+            stats = engines.other.stats()
             assert stats["gets_total"] == 36
             assert stats["misses_total"] == 6
 
@@ -127,20 +92,12 @@ async def test_a_home_that_dies_is_done_without_and_comes_back(
     pool: Pool, keys: list[bytes]
 ) -> None:
     size_bytes = 2_000_000
-
-    def warm() -> Engines:
-        engines = Engines(pool)
-        for key in keys[:8]:
-            engines.put(key, size_bytes)
-            engines.get(key, size_bytes)
-        return engines
-
-    engines = await asyncio.to_thread(warm)
+    engines = await asyncio.to_thread(Engines.warm, pool, keys[:8], size_bytes)
     assert engines.conveyed_bytes() > 0
     await pool.kill(HOME)
 
     def miss() -> None:
-        (outcome,) = engines.reader.get_outcomes(engines.namespace, [keys[9]], 0.5)
+        (outcome,) = engines.other.get_outcomes(engines.namespace, [keys[9]], 0.5)
         assert outcome.block is None
 
     await asyncio.to_thread(miss)
@@ -153,10 +110,10 @@ async def test_a_home_that_dies_is_done_without_and_comes_back(
             for key in itertools.cycle(keys[10:40]):
                 # Both agents hear of the new map when they do, and what is asked before may fail.
                 with contextlib.suppress(KvcastError):
-                    for client in (again.home, again.reader):
+                    for client in (again.home, again.other):
                         client.drop(again.namespace, [key])
                     again.put(key, size_bytes)
-                    (block,) = again.reader.get(again.namespace, [key], 2.0)
+                    (block,) = again.other.get(again.namespace, [key], 2.0)
                     if block is not None:
                         assert bytes(block.data) == content_of(key, size_bytes)
                         block.release()
@@ -176,13 +133,12 @@ async def test_a_home_that_stands_still_is_not_waited_for(pool: Pool, keys: list
     def read() -> None:
         with contextlib.closing(Engines(pool)) as engines:
             for key in keys[:8]:
-                engines.put(key, size_bytes)
-                engines.get(key, size_bytes)
+                engines.put_and_look(key, size_bytes)
             for key in keys[8:12]:
                 engines.put(key, size_bytes)
             pool.pause(HOME)
             try:
-                (outcome,) = engines.reader.get_outcomes(engines.namespace, [keys[8]], 0.3)
+                (outcome,) = engines.other.get_outcomes(engines.namespace, [keys[8]], 0.3)
                 assert outcome.block is None
             finally:
                 pool.resume(HOME)

@@ -154,8 +154,8 @@ async def test_data_of_a_liar_never_becomes_a_block(tmp_path: Path) -> None:
             OP_DATA, 1, key_of(1), flags=FLAG_LAST, digest=77, size=1000, payload=bytes(1024)
         )
         pool.switch.lose = lambda port, _frame: port == 1  # the honest home is silent at first
-        getting = asyncio.create_task(pool.clients[3].get(1, [key_of(1)], deadline_s=20))
-        for _ in range(20):
+        getting = asyncio.create_task(pool.clients[3].get(1, [key_of(1)], deadline_s=100))
+        while not getting.done() and not (await pool.clients[3].stats())["wrong_digest_total"]:
             pool.switch.inject(3, wrap.wrap(encode(lie)))
             await asyncio.sleep(0.002)
         pool.switch.lose = lambda _port, _frame: False

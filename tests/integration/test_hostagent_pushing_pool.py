@@ -11,19 +11,20 @@ import asyncio
 import contextlib
 import socket
 import time
+from typing import Literal
 
 import pytest
+from kvcast.bench.incast import home_keys
 from kvcast.hostagent import membarrier
 from kvcast.hostagent.client import AsyncClient, Client, KvcastError
 from kvcast.protocol.messages.questions import ACK_HOME, PUT, PUT_QUESTION
 from kvcast.topologies.pool import Pool
-from test_hostagent_conveyor_pool import HOME, READER, content_of, on_a_pool
+from two_agents import HOME, OTHER, PATIENCE_S, TwoClients, content_of, on_a_pool
 
 pytestmark = pytest.mark.skipif(
     not membarrier.available(), reason="no membarrier(2), or not x86-64"
 )
 
-PATIENCE_S = 20.0
 _PUT = "courier_put_total"
 
 
@@ -39,38 +40,33 @@ def ask_until_cut_off(client: Client) -> None:
         client.stats()
 
 
-class Engines:
-    """A client beside the home of every block, and one that puts."""
-
-    def __init__(self, pool: Pool) -> None:
-        self.home, self.putter = (Client(str(pool.sockets[node])) for node in (HOME, READER))
-        self.namespace = self.home.namespace("t", "m", "1", "bytes")
-        assert self.putter.namespace("t", "m", "1", "bytes") == self.namespace
-
-    def close(self) -> None:
-        self.home.close()
-        self.putter.close()
+class Engines(TwoClients):
+    """Blocks are put beside the other agent."""
 
     def put(self, key: bytes, size_bytes: int) -> None:
-        self.putter.put(self.namespace, {key: content_of(key, size_bytes)})
+        self.other.put(self.namespace, {key: content_of(key, size_bytes)})
 
     def put_in_place(self, key: bytes, size_bytes: int) -> None:
-        with self.putter.reserve(self.namespace, {key: size_bytes}) as room:
+        with self.other.reserve(self.namespace, {key: size_bytes}) as room:
             room.views[key][:] = content_of(key, size_bytes)
-            self.putter.commit(room)
+            self.other.commit(room)
 
     def look(self, key: bytes, size_bytes: int) -> None:
         """The home has it, and so has the node that has put it."""
-        for client in (self.home, self.putter):
-            (block,) = client.get(self.namespace, [key], PATIENCE_S)
-            assert block is not None
+        for client in (self.home, self.other):
+            assert self.tier_of(client, key, size_bytes) == "local"
+
+    def tier_of(self, client: Client, key: bytes, size_bytes: int) -> str:
+        """From where a client gets a block, whose bytes are right."""
+        (block,) = client.get(self.namespace, [key], PATIENCE_S)
+        assert block is not None
+        with block:
             assert bytes(block.data) == content_of(key, size_bytes)
-            assert block.tier == "local"
-            block.release()
+            return block.tier
 
     def pushed(self) -> float:
         """Puts that went by compiled code."""
-        return self.putter.stats()[_PUT]
+        return self.other.stats()[_PUT]
 
 
 @on_a_pool
@@ -85,13 +81,87 @@ async def test_puts_of_any_size_are_at_home_when_they_return(pool: Pool, keys: l
                     engines.put_in_place(key, size_bytes)
                 engines.look(key, size_bytes)
             assert engines.pushed() > 0
-            ours, theirs = engines.putter.stats(), engines.home.stats()
+            ours, theirs = engines.other.stats(), engines.home.stats()
             assert ours["puts_total"] == len(sizes)
             assert ours["puts_failed_total"] == 0
             assert theirs["courier_put_taken_total"] >= ours[_PUT]
             assert theirs["courier_put_wrong_digest_total"] == 0
 
     await asyncio.to_thread(put)
+
+
+@on_a_pool
+async def test_many_blocks_are_put_by_one_question_each_where_it_belongs(
+    pool: Pool, keys: list[bytes]
+) -> None:
+    size_bytes = 50_000
+
+    def put() -> None:
+        with contextlib.closing(Engines(pool)) as engines:
+            mine = home_keys(pool, OTHER, 40, "mine")
+            for first in range(0, 40, 10):
+                # Blocks of both nodes' homes, so that one question is answered from all sides.
+                some = [*keys[first : first + 10], *mine[first : first + 10]]
+                blocks = {key: content_of(key, size_bytes) for key in some}
+                engines.other.put(engines.namespace, blocks)
+                for key in some:
+                    assert engines.tier_of(engines.other, key, size_bytes) == "local"
+                    engines.tier_of(engines.home, key, size_bytes)
+            stats = engines.other.stats()
+            assert stats[_PUT] > 0, "those that are at home here, at least"
+            assert stats["puts_total"] == 80
+            assert stats["puts_failed_total"] == 0
+
+    await asyncio.to_thread(put)
+
+
+@on_a_pool
+async def test_what_is_waited_for_is_as_the_caller_says(pool: Pool, keys: list[bytes]) -> None:
+    size_bytes = 60_000
+    acks: list[Literal["local", "home", "replicas"]] = ["local", "home", "replicas"]
+
+    def put() -> None:
+        with contextlib.closing(Engines(pool)) as engines:
+            for number, ack in enumerate(acks):
+                mine = keys[12 * number : 12 * number + 12]
+                for key in mine[:4]:
+                    engines.other.put(
+                        engines.namespace, {key: content_of(key, size_bytes)}, ack=ack
+                    )
+                blocks = {key: content_of(key, size_bytes) for key in mine[4:]}
+                engines.other.put(engines.namespace, blocks, ack=ack)
+                assert engines.pushed() > 0
+                for key in mine:
+                    assert engines.tier_of(engines.other, key, size_bytes) == "local"
+                    engines.tier_of(engines.home, key, size_bytes)
+
+    await asyncio.to_thread(put)
+
+
+@on_a_pool
+async def test_blocks_that_came_together_are_given_back_together(
+    pool: Pool, keys: list[bytes]
+) -> None:
+    size_bytes = 40_000
+
+    def read() -> None:
+        with contextlib.closing(Engines(pool)) as engines:
+            for key in keys[:20]:
+                engines.home.put(engines.namespace, {key: content_of(key, size_bytes)})
+            blocks = engines.other.get(engines.namespace, keys[:20], PATIENCE_S)
+            assert None not in blocks
+            said = engines.other.stats()["local_requests_total"]
+            for block in blocks:
+                assert block is not None
+                block.release()
+            stats = engines.other.stats()
+            assert stats["local_requests_total"] <= said + 2, "one for all, and the next question"
+            until = time.monotonic() + PATIENCE_S
+            while held_bytes(engines.other) and time.monotonic() < until:
+                time.sleep(0.05)
+            assert held_bytes(engines.other) == 0
+
+    await asyncio.to_thread(read)
 
 
 @on_a_pool
@@ -103,8 +173,7 @@ async def test_clients_that_put_at_once_do_not_mix_their_blocks(
     def put(mine: list[bytes]) -> None:
         with contextlib.closing(Engines(pool)) as engines:
             for key in mine:
-                engines.put(key, size_bytes)
-                engines.look(key, size_bytes)
+                engines.put_and_look(key, size_bytes)
 
     await asyncio.gather(*(asyncio.to_thread(put, keys[n::4]) for n in range(4)))
 
@@ -113,7 +182,7 @@ async def test_clients_that_put_at_once_do_not_mix_their_blocks(
 async def test_the_asynchronous_client_puts_in_the_same_way(pool: Pool, keys: list[bytes]) -> None:
     size_bytes = 200_000
     engines = await asyncio.to_thread(Engines, pool)
-    client = await AsyncClient.connect(str(pool.sockets[READER]))
+    client = await AsyncClient.connect(str(pool.sockets[OTHER]))
     try:
         namespace = await client.namespace("t", "m", "1", "bytes")
         for key in keys[:12]:
@@ -131,14 +200,7 @@ async def test_a_home_that_dies_is_done_without_and_comes_back(
 ) -> None:
     size_bytes = 2_000_000
 
-    def warm() -> Engines:
-        engines = Engines(pool)
-        for key in keys[:8]:
-            engines.put(key, size_bytes)
-            engines.look(key, size_bytes)
-        return engines
-
-    engines = await asyncio.to_thread(warm)
+    engines = await asyncio.to_thread(Engines.warm, pool, keys[:8], size_bytes)
     assert engines.pushed() > 0
     await pool.kill(HOME)
 
@@ -161,8 +223,7 @@ async def test_a_home_that_dies_is_done_without_and_comes_back(
                     if time.monotonic() > deadline:
                         raise
             for key in keys[11:30]:
-                again.put(key, size_bytes)
-                again.look(key, size_bytes)
+                again.put_and_look(key, size_bytes)
 
     await asyncio.to_thread(put_again)
 
@@ -177,7 +238,7 @@ async def test_a_client_that_dies_in_the_middle_leaves_nothing_held(
         with contextlib.closing(Engines(pool)) as engines:
             for key in keys[:4]:
                 engines.put_in_place(key, size_bytes)
-            gone = Client(str(pool.sockets[READER]))
+            gone = Client(str(pool.sockets[OTHER]))
             namespace = gone.namespace("t", "m", "1", "bytes")
             room = gone.reserve(namespace, {keys[5]: size_bytes})
             room.views[keys[5]][:] = content_of(keys[5], size_bytes)
@@ -194,12 +255,11 @@ async def test_a_client_that_dies_in_the_middle_leaves_nothing_held(
                 assert bytes(block.data) == content_of(keys[5], size_bytes)
                 block.release()
             for key in keys[6:12]:
-                engines.put(key, size_bytes)
-                engines.look(key, size_bytes)
+                engines.put_and_look(key, size_bytes)
             until = time.monotonic() + PATIENCE_S
-            while held_bytes(engines.putter) and time.monotonic() < until:
+            while held_bytes(engines.other) and time.monotonic() < until:
                 time.sleep(0.05)
-            assert held_bytes(engines.putter) == 0
+            assert held_bytes(engines.other) == 0
 
     await asyncio.to_thread(put_and_go)
 
@@ -211,7 +271,7 @@ async def test_what_is_no_put_ends_a_connection_and_nobody_elses(
     def offend() -> None:
         with contextlib.closing(Engines(pool)) as engines:
             engines.put(keys[0], 30_000)
-            hostile = Client(str(pool.sockets[READER]))
+            hostile = Client(str(pool.sockets[OTHER]))
             courier = hostile._courier
             assert courier is not None
             courier.send(PUT_QUESTION.pack(PUT, 1, 9, 1, keys[0], 0, 1))

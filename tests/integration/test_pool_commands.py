@@ -266,7 +266,7 @@ async def test_an_interrupted_demo_leaves_no_process_behind(
         assert len(children) == 5
         await asyncio.sleep(1)
         process.send_signal(number)
-        _, error = await asyncio.wait_for(process.communicate(), 30)
+        _, error = await asyncio.wait_for(process.communicate(), 120)
         if number != signal.SIGKILL:
             assert process.returncode == 130
             assert b"interrupted" in error

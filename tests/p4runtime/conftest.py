@@ -33,7 +33,7 @@ P4INFO_PATH = PROGRAMS / "everything.p4info.txtpb"
 BLOB_PATH = PROGRAMS / "everything.json"
 CPU_PORT = 255
 DEVICE_ID = 1
-START_TIMEOUT_S = 30
+START_TIMEOUT_S = 90
 SWITCH_COMMAND = [sys.executable, "-m", "kvcast.switchsim.daemon"]
 
 
@@ -210,7 +210,7 @@ class Controller:
         packets: list[finsy.P4PacketIn] = []
         while len(packets) < count:
             try:
-                packets.append(await asyncio.wait_for(self._packets.get(), 10))
+                packets.append(await asyncio.wait_for(self._packets.get(), 60))
             except TimeoutError:
                 pytest.fail(f"{len(packets)} packets of {count} came in")
         return packets
@@ -270,7 +270,7 @@ class RawStream:
         await self.send(message)
 
     async def receive(self) -> p4r.StreamMessageResponse:
-        message = await asyncio.wait_for(self._call.read(), 10)
+        message = await asyncio.wait_for(self._call.read(), 60)
         assert isinstance(message, p4r.StreamMessageResponse), message
         return message
 
@@ -284,7 +284,7 @@ class RawStream:
     async def ended(self) -> grpc.StatusCode:
         """The code with which the server ends the stream."""
         with contextlib.suppress(grpc.aio.AioRpcError):
-            await asyncio.wait_for(self._call.read(), 10)
+            await asyncio.wait_for(self._call.read(), 60)
         code: grpc.StatusCode = await self._call.code()
         return code
 

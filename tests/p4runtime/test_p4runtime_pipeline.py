@@ -7,6 +7,7 @@ client library makes of the errors (test_p4runtime_service does).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -113,15 +114,23 @@ class Peer:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def peer(target: Target, stub: p4r_grpc.P4RuntimeStub) -> AsyncIterator[Peer]:
-    stream = RawStream(stub)
-    await stream.say(ELECTION_ID)
-    assert await stream.status() == (rpc_code.OK, ELECTION_ID)
-    one = Peer(target, stub, stream)
+    one = Peer(target, stub, await _primary(stub))
     await one.push()
     yield one
-    await stream.close()
-    # Let the server see the end of the stream before the next test takes the election id.
-    await asyncio.sleep(0.05)
+    await one.stream.close()
+
+
+async def _primary(stub: p4r_grpc.P4RuntimeStub) -> RawStream:
+    """A stream that is primary, once the server has seen the end of the last test's."""
+    async with asyncio.timeout(60):
+        while True:
+            stream = RawStream(stub)
+            await stream.say(ELECTION_ID)
+            with contextlib.suppress(AssertionError, grpc.aio.AioRpcError):
+                assert await stream.status() == (rpc_code.OK, ELECTION_ID)
+                return stream
+            await stream.close()
+            await asyncio.sleep(0.01)
 
 
 class Fails:

@@ -600,7 +600,7 @@ async def test_digests_come_in_lists_and_not_again_until_acknowledged(
                 "forward", match=P4TableMatch(dst=TO_DIGEST), action=P4TableAction("learn")
             ),
             P4DigestEntry(
-                "seen_t", max_list_size=2, max_timeout_ns=200_000_000, ack_timeout_ns=600 * 10**9
+                "seen_t", max_list_size=2, max_timeout_ns=3_000_000_000, ack_timeout_ns=600 * 10**9
             ),
         ]
     )
@@ -609,7 +609,7 @@ async def test_digests_come_in_lists_and_not_again_until_acknowledged(
     lists = controller.queue(switch.read_digests("seen_t"))
 
     async def next_list() -> finsy.P4DigestList:
-        return await asyncio.wait_for(lists.get(), 10)
+        return await asyncio.wait_for(lists.get(), 60)
 
     async def learn(*indices: int) -> None:
         for index in indices:
@@ -679,7 +679,7 @@ async def test_an_entry_that_nothing_hits_is_reported(controller: Controller) ->
     [seen] = await controller.read(P4TableEntry("ageing", time_since_last_hit=0))
     assert seen.idle_timeout_ns == 700_000_000
     assert seen.time_since_last_hit is not None
-    notification = await asyncio.wait_for(notifications.get(), 15)
+    notification = await asyncio.wait_for(notifications.get(), 60)
     [idle] = notification.table_entry
     assert (idle.match["src"], idle.idle_timeout_ns) == (SOURCE, 700_000_000)
     plain = P4TableEntry(

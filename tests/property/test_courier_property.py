@@ -11,6 +11,7 @@ import random
 
 import pytest
 from kvcast.bench.fuzz.courier import BLOCKS, LARGE, CourierHarness, Stand
+from making import remembered
 
 SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 24))]
 
@@ -71,15 +72,7 @@ def test_the_same_of_large_blocks_and_conveyors(seed: int) -> None:
 
 def test_the_steps_of_the_test_above_bring_blocks_by_the_courier_and_hand_questions_over() -> None:
     given = handed_over = 0
-    stands: list[Stand] = []
-    make = Stand.__init__
-
-    def made(stand: Stand) -> None:
-        make(stand)
-        stands.append(stand)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stand, "__init__", made)
+    with remembered(Stand) as stands:
         for seed in range(12):
             CourierHarness().run(_steps(random.Random(seed), 120))
         for seed in range(6):

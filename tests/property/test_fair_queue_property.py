@@ -102,6 +102,24 @@ def test_what_is_put_back_comes_first_and_in_its_order() -> None:
     assert [queue.take(0)[2] for _ in range(3)] == [0, 1, 2]
 
 
+def test_what_is_taken_out_costs_nothing_and_the_rest_keeps_its_order() -> None:
+    queue = make([1.0] * FLOWS)
+    for number in range(6):
+        queue.push((0, 9, number))
+    queue.push((1, 9, 6))
+    queue.push((2, 1, 7))
+    assert queue.remove(lambda item: item[2] in (0, 3, 6)) == [(0, 9, 0), (0, 9, 3), (1, 9, 6)]
+    assert queue.remove(lambda item: item[0] == 1) == []
+    assert len(queue) == 5
+    assert list(queue) == [(0, 9, 1), (0, 9, 2), (0, 9, 4), (0, 9, 5), (2, 1, 7)]
+    queue.push((1, 1, 8))
+    turns = []
+    while (flow := queue.next_flow()) is not None:
+        turns.append(queue.take(flow)[2])
+    assert turns == [1, 7, 8, 2, 4, 5]
+    assert not queue.is_contended
+
+
 def test_what_turns_out_to_cost_more_is_paid_for() -> None:
     queue = make([1.0] * FLOWS)
     for number in range(10):

@@ -96,7 +96,7 @@ def test_bytes_go_into_their_rooms_and_nowhere_else(
             assert len(full) == len(landed.digests)
             pairs = zip(full, landed.digests, strict=True)
             digests += [digest for room, digest in pairs if room.block is not None]
-        sender.settimeout(5.0)
+        sender.settimeout(60.0)
         sender.sendall(left)
         reader.setblocking(True)
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)  # as the driver does

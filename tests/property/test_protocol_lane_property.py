@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from dataclasses import asdict
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.shared_index import SharedIndex
@@ -185,8 +185,6 @@ EVENTS = st.lists(
 )
 
 
-# How long it takes to make an input depends on what else the machine does.
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(EVENTS, st.sampled_from((0.0, 0.0, 20_000.0)), st.sampled_from((0, 30, MOST, MOST)))
 def test_a_home_with_a_lane_answers_as_one_without(
     events: list[tuple[object, ...]], rate: float, budget: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -439,36 +440,76 @@ def test_a_reader_groups_members_get_what_one_of_them_asks_for(
         assert network.responders[HOME_A].counters.payload_bytes == size
 
 
+GROUP = 7
+GROUP_BLOCK_BYTES = 512 * 1024
+
+
+def group_of_four(seed: int, delay_s: float) -> Network:
+    """Four readers that are a group, and a home with three blocks; a frame takes so long."""
+    ranks = range(READER, READER + 4)
+    switch = CoalescingSwitch(groups={GROUP: set(ranks)})
+    network = Network(seed, faults=replace(IN_ORDER, delay_s=delay_s), middle=switch)
+    store = network.add_responder(HOME_A)
+    for number in range(3):
+        store.put(block_id(number), content(number, GROUP_BLOCK_BYTES))
+    for index in ranks:
+        network.add_reader(index)
+    return network
+
+
+def all_get_all(network: Network) -> None:
+    """Run to the end: every fetch brings its block."""
+    network.run()
+    network.check_at_rest()
+    for reader in network.readers.values():
+        assert all(isinstance(end, Fetched) for end in reader.ends.values())
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_reader_group_that_is_impatient_costs_its_home_no_second_copy(seed: int) -> None:
     """Answers take longer than readers wait, as on a machine that has much to do: READs are
     repeated while the answers to the first ones are on their way."""
-    group, members, size = 7, 4, 512 * 1024
-    ranks = range(READER, READER + members)
-    switch = CoalescingSwitch(groups={group: set(ranks)})
-    network = Network(seed, faults=replace(IN_ORDER, delay_s=0.12), middle=switch)
-    store = network.add_responder(HOME_A)
-    for index in ranks:
-        network.add_reader(index)
+    network = group_of_four(seed, 0.12)
     for number in range(3):
-        store.put(block_id(number), content(number, size))
         for reader in network.readers.values():
             network.fetch(
                 reader,
                 block_id(number),
                 [HOME_A],
                 within_s=20,
-                group=group,
+                group=GROUP,
                 expect=reader.index != READER,
                 expect_waits=20,
             )
-    network.run()
-    network.check_at_rest()
-    for reader in network.readers.values():
-        assert all(isinstance(end, Fetched) for end in reader.ends.values())
+    all_get_all(network)
     counters = network.responders[HOME_A].counters
     assert counters.reads_retry > 8, "it was not impatient"
-    assert counters.payload_bytes <= 1.05 * 3 * size
+    assert counters.payload_bytes <= 1.05 * 3 * GROUP_BLOCK_BYTES
+
+
+@pytest.mark.parametrize(("late_s", "copies"), [(0.05, 1.01), (0.09, 1.15)])
+def test_members_of_a_group_that_ask_while_the_answer_is_on_its_way_cost_no_second_copy(
+    late_s: float, copies: float
+) -> None:
+    """Each asks a moment after the one before it, some when the switch has passed the answer on and
+    it has not arrived at them. Who begins to ask when part of the answer is past gets that part."""
+    network = group_of_four(1, 0.03)
+    for number in range(3):
+        for reader in network.readers.values():
+            network.at(
+                (reader.index - READER) * late_s,
+                partial(
+                    network.fetch,
+                    reader,
+                    block_id(number),
+                    [HOME_A],
+                    within_s=20,
+                    group=GROUP,
+                    gather_ms=60,
+                ),
+            )
+    all_get_all(network)
+    assert network.responders[HOME_A].counters.payload_bytes <= copies * 3 * GROUP_BLOCK_BYTES
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvcast.protocol.messages import wire
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, unwrap
@@ -250,7 +250,6 @@ def streams(draw: st.DrawFn, *, wrapped: bool) -> list[tuple[int, list[bytes]]]:
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-@settings(suppress_health_check=[HealthCheck.too_slow])  # drawing is, on a busy machine
 @given(data=st.data())
 def test_any_datagrams_have_the_effect_that_the_model_says(
     wrapped: bool, data: st.DataObject

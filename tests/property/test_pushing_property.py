@@ -13,6 +13,7 @@ import pytest
 from kvcast.bench.fuzz.courier import key_of
 from kvcast.bench.fuzz.pushing import NAMESPACE, Pair, PushingHarness
 from kvcast.protocol.messages.wire import BlockId
+from making import remembered
 
 SEEDS = range(25)
 _WEIGHTS = (1, 2, 4, 2, 9, 12, 1, 0.5, 2, 0.5, 0, 0, 1, 1, 6, 0.3)
@@ -60,15 +61,7 @@ def test_clients_that_put_one_block_after_another_are_given_room_for_the_next(se
 
 
 def test_the_steps_of_the_first_test_put_blocks_and_hand_puts_over() -> None:
-    pairs: list[Pair] = []
-    make = Pair.__init__
-
-    def made(pair: Pair) -> None:
-        make(pair)
-        pairs.append(pair)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pair, "__init__", made)
+    with remembered(Pair) as pairs:
         for seed in range(12):
             PushingHarness().run(_steps(random.Random(seed), 120))
     assert sum(pair.home_took for pair in pairs) > 20

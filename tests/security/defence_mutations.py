@@ -664,7 +664,12 @@ PUSH_VERDICT = "as a home, says of a block what it was not asked"
 
 @mutation(
     "puts of any form are taken",
-    {PUT_FORM: ["test_what_is_no_put_is_an_offence"]},
+    {
+        PUT_FORM: [
+            "test_what_is_no_put_is_an_offence",
+            "test_a_question_for_too_many_is_an_offence",
+        ]
+    },
 )
 def _put_form() -> AbstractContextManager[object]:
     return recompiled("is_put", "any_message", PUSHING)
@@ -2648,6 +2653,14 @@ def _hashing_untold() -> AbstractContextManager[object]:
 )
 def _arena_believed() -> AbstractContextManager[object]:
     return replaced(f"{_CONNECTORS}.link.Block.verify", yes)
+
+
+@mutation(
+    "an agent believes every pace that it is told",
+    {"spoils what operators see": ["test_a_pace_that_is_no_number_changes_nothing"]},
+)
+def _paces_believed() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.engines._are_numbers", yes)
 
 
 @mutation(

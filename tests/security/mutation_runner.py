@@ -193,6 +193,7 @@ def _run(order: dict[str, Any], report: Report) -> None:
     import defence_mutations as mutations
 
     mutation = (mutations.MUTATIONS | mutations.FOR_THE_JUDGE)[order["name"]]
+    os.environ["KVCAST_TESTS_ARE_TO_FAIL"] = "yes"
     if mutation.in_daemons:
         os.environ["KVCAST_MUTATION"] = mutation.name
     with mutation.take_out():

@@ -20,8 +20,8 @@ from kvcast.protocol.messages.framing import MessageCodec
 from kvcast.service.authority import Authority, Part
 from kvcast.service.identity import CONTROLLER, NODE, OPERATOR, SWITCH, Identity
 from kvcast.service.tls import Credentials
+from patience import PATIENCE_S
 
-PATIENCE_S = 4.0
 LOCAL = ("localhost", "127.0.0.1")
 PARTS = (
     Part(Identity(CONTROLLER, "controller"), LOCAL),
@@ -123,8 +123,7 @@ async def hang_up(writer: asyncio.StreamWriter) -> None:
 
 
 async def is_closed(reader: asyncio.StreamReader) -> bool:
-    """Whether the other side closes the connection, and says nothing before; a few seconds'
-    patience stands for ever."""
+    """Whether the other side closes the connection, and says nothing before."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             return await reader.read(1) == b""

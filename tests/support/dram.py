@@ -19,9 +19,9 @@ def block(number: int, namespace: int = 1) -> BlockId:
 class Dram:
     """A store and its memory. `work`: what lies below does all that it is to do."""
 
-    def __init__(self) -> None:
-        self.memory = memoryview(bytearray(ARENA))
-        self.store = Store(Allocator(ARENA, 8192))
+    def __init__(self, arena_bytes: int = ARENA) -> None:
+        self.memory = memoryview(bytearray(arena_bytes))
+        self.store = Store(Allocator(arena_bytes, 8192))
 
     def work(self) -> None:
         raise NotImplementedError

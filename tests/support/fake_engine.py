@@ -28,6 +28,8 @@ class Behaviour:
     delay_s: float = 0.0
     """Before anything is answered."""
     word_delay_s: float = 0.0
+    goes_on: asyncio.Event | None = None
+    """Waited for before the second word."""
     dies_before_headers: bool = False
     dies_before_first_word: bool = False
     dies_after_words: int | None = None
@@ -130,6 +132,8 @@ class FakeEngine:
             if number == how.stops_after_words:
                 await asyncio.sleep(3600)
             await asyncio.sleep(how.word_delay_s)
+            if how.goes_on is not None and number == 1:
+                await how.goes_on.wait()
             event = {"word": word, "choices": [{"delta": {"content": word}}]}
             await answer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         await answer.write(b"data: [DONE]\n\n")

@@ -13,6 +13,7 @@ from collections import deque
 from typing import Any
 
 from kvcast.hostagent.network import landing_zone as zone_module
+from kvcast.hostagent.network.libverbs import Part, Send
 from kvcast.native.subset import ctypes_of
 from kvcast.protocol.messages import roce, wire
 from kvcast.protocol.messages.wire import BlockId, Frame
@@ -38,8 +39,8 @@ class Card:
         self.landing = Landing(memoryview(self.memory))
         self._functions = (_POLL(self.poll), _POST(self.post_send), _POST(self.post_receive))
         self._polled = (ctypes.c_uint32 * (256 * 12))()
-        self._sends = (ctypes_of(zone_module.Send) * _ORDERS)()
-        self._parts = (ctypes_of(zone_module.Part) * _ORDERS)()
+        self._sends = (ctypes_of(Send) * _ORDERS)()
+        self._parts = (ctypes_of(Part) * _ORDERS)()
         self._receives = (ctypes_of(zone_module.Receive) * _ORDERS)()
         for number in range(_ORDERS):
             self._sends[number].next = ctypes.addressof(self._sends) + 128 * (number + 1)

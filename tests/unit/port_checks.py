@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll until the condition holds; fail where it does not within twenty seconds."""
-    deadline_s = time.monotonic() + 20
+    """Poll until the condition holds; fail where it does not within a minute."""
+    deadline_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline_s, "waited in vain"
         time.sleep(0.001)

@@ -40,6 +40,10 @@ def test_figures_need_the_rounds_that_they_are_made_of_and_no_others() -> None:
     rounds["long 0 by DATA"] = made_up(1.0, 8.0)
     rounds["long 1 by RDMA"] = made_up(1.0, 2.0)
     assert rdma_shared.figures(rounds)["reader_cpu_over_udp"] == 0.25
+    rounds["bare 0, counted"] = made_up(1.0, 1.0)
+    rounds["bare 0, checked"], rounds["bare 1, checked"] = made_up(1.0, 4.0), made_up(1.0, 2.0)
+    assert rdma_shared.figures(rounds)["reader_cpu_bare_counted_over_udp"] == 0.125
+    assert rdma_shared.figures(rounds)["reader_cpu_bare_checked_over_udp"] == 0.25
     rounds["3 with loss"] = made_up(1.5, 1.0)
     assert set(rdma_shared.PROMISED) <= set(rdma_shared.figures(rounds))
 

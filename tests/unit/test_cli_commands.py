@@ -279,6 +279,9 @@ _STATUS = {
         "node-1": {
             "hits_shared_total": 28.0,
             "payload_bytes_sent_udp_total": 3e6,
+            "prefixes_whole_total": 31.0,
+            "prefixes_part_total": 4.0,
+            "prefixes_load_tokens_per_s": 21_000.0,
             **_fetches([0.002] * 98 + [0.2] * 2),
         },
         "node-2": {"hits_shared_total": 5.0, **_fetches([2.0] * 100)},
@@ -298,12 +301,14 @@ _STATUS = {
 }
 
 
-def _rendered(before: tuple[dict[str, object], float] | None) -> str:
+def _rendered(
+    before: tuple[dict[str, object], float] | None, shown: dict[str, object] = _STATUS
+) -> str:
     from rich.console import Console
 
     console = Console(width=200, force_terminal=False, record=True)
     with console.capture() as captured:
-        console.print(status.render(_STATUS, before))
+        console.print(status.render(shown, before))
     return captured.get()
 
 
@@ -315,7 +320,7 @@ def test_the_status_view_shows_nodes_tiers_links_decisions_and_residents() -> No
 
 
 def test_the_status_view_tells_a_pools_quantiles_from_all_its_fetches() -> None:
-    lines = _rendered(None).split("blocks got")[1].splitlines()
+    lines = _rendered(None).split("blocks got")[1].split("prefixes")[0].splitlines()
     (first,) = [line.split() for line in lines if "node-1" in line]
     (everybody,) = [line.split() for line in lines if "all" in line.split()]
     (titles,) = [line.replace("┃", " ").split() for line in lines if "shared" in line]
@@ -325,6 +330,17 @@ def test_the_status_view_tells_a_pools_quantiles_from_all_its_fetches() -> None:
     assert 100.0 <= p99 <= 250.0
     # Half of all fetches took two seconds: neither the mean nor the sum of the nodes' quantiles.
     assert 1000.0 <= float(everybody[-2]) <= 2500.0
+
+
+def test_the_status_view_says_what_engines_made_of_prefixes_where_they_have_told() -> None:
+    rows = [line.split() for line in _rendered(None).split("prefixes")[1].splitlines()]
+    (first,) = [row[3::2] for row in rows if "node-1" in row]
+    assert first == ["31", "4", "0", "21,000", "–"]
+    (everybody,) = [row[3::2] for row in rows if "all" in row]
+    assert everybody == ["31", "4", "0", "–", "–"]  # paces of several nodes are no pace
+    assert not [row for row in rows if "node-2" in row and "31" in row]
+    quiet = {name: value for name, value in _STATUS.items() if name != "agents"}
+    assert "prefixes" not in _rendered(None, quiet)
 
 
 def test_the_status_view_gives_rates_between_two_answers() -> None:

@@ -27,6 +27,7 @@ from kvcast.hostagent.connectors.weighing import (
     Meter,
     Pace,
     Steps,
+    Weighed,
     Weighing,
     Window,
 )
@@ -432,3 +433,54 @@ def test_a_worker_ends_a_cut_load_once_what_is_still_wanted_is_there() -> None:
     table.cut(99, 0)  # of none
     assert table.take(1.0) == []
     assert table.meter.take(5.0) is None
+
+
+# --- what became of prefixes ----------------------------------------------------------------------
+
+
+def test_it_is_told_of_each_prefix_whether_all_of_it_was_loaded_or_a_part_or_nothing() -> None:
+    scheduler = Scheduler(known(0.01, 0.1))
+    planner = scheduler.planner
+    for name, came in (("a", 20), ("b", 7), ("c", 0)):
+        hashes = chain(name, 20)
+        scheduler.ask(name, hashes)
+        load = scheduler.load(name, hashes)
+        assert planner.out.weighed == Weighed()
+        planner.loaded(1.0, name, load.number, came, hashes, "" if came == 20 else "deadline")
+        planner.loaded(1.0, name, load.number, came, hashes, "")  # nor is it told again
+        assert planner.out.weighed == Weighed.of(20, came)
+        planner.out.weighed = Weighed()
+    counts = scheduler.counts()
+    assert [counts[f"prefixes|outcome={what}"] for what in ("whole", "part", "computed")] == [1] * 3
+
+
+def test_a_prefix_that_is_computed_or_cut_short_is_told_as_what_it_became() -> None:
+    slower = Scheduler(known(0.2, 0.1))
+    slower.ask("r", chain("r", 20))
+    assert slower.planner.matched(0.1, "r", chain("r", 20), 0, 20) == 0
+    assert slower.planner.out.weighed == Weighed(computed=1)
+    slower.ask("s", chain("s", 20), near=12)
+    count = slower.planner.matched(0.1, "s", chain("s", 20), 0, 20, near=12)
+    assert count == 12
+    slower.planner.allocated(0.1, "s", chain("s", 20), 12, [list(range(20))])
+    number = slower.planner.out.loads.pop().number
+    slower.planner.loaded(0.2, "s", number, 12, chain("s", 20), "")
+    assert slower.planner.out.weighed == Weighed(part=1, computed=1)
+
+
+def test_what_the_pool_did_not_hold_is_not_told_of() -> None:
+    scheduler = Scheduler(known(0.01, 0.1))
+    scheduler.planner.arrived(0.0, "r", chain("r", 20))
+    lookup = scheduler.planner.out.lookups.pop()
+    scheduler.planner.answered(0.0, "r", lookup.number, 0)
+    assert scheduler.planner.matched(0.0, "r", chain("r", 20), 0, 20) == 0
+    assert scheduler.planner.out.weighed == Weighed()
+
+
+def test_paces_are_tokens_a_second_and_0_before_they_are_known() -> None:
+    weighing = Weighing(TOKENS)
+    assert weighing.paces == (0.0, 0.0)
+    weighing.computed(100 * TOKENS, 10.0)
+    assert weighing.paces == (0.0, pytest.approx(160.0))
+    weighing.heard(Pace(100, 1.0))
+    assert weighing.paces == (pytest.approx(1600.0), pytest.approx(160.0))

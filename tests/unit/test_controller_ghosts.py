@@ -59,6 +59,30 @@ def test_the_ghost_of_recent_is_a_list_in_order_of_use(
         assert len(ghost._worst) <= 2 * len(ghost.kept) + 65, "stale entries are bounded"
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=60),
+    st.integers(1, 8),
+)
+def test_what_stands_again_as_it_did_before_leaves_once(
+    reads: list[tuple[int, int]], slots: int
+) -> None:
+    ghost = ghosts._Ghost(slots)
+    for number, rank in reads:
+        ghost.read(block(number), Standing(rank, rank), 1 + number, 1)
+        assert ghost.free == slots - sum(each.slots for each in ghost.kept.values()) >= 0
+
+
+def test_room_that_a_block_gives_once_is_counted_once() -> None:
+    ghost = ghosts._Ghost(2)
+    for rank in (1, 2, 1):
+        ghost.read(block(0), Standing(rank, rank), 1, 1)
+    ghost.read(block(1), Standing(3, 3), 3, 1)  # more than there is
+    assert (list(ghost.kept), ghost.free) == ([block(0)], 1)
+    ghost.read(block(2), Standing(3, 3), 2, 1)
+    assert (list(ghost.kept), ghost.free) == ([block(2)], 0)
+
+
 def heard(tiers: Tiers, number: int, now: float, reads: int = 1, namespace: int = 1) -> None:
     key = block(number).key
     report = HotBlock(namespace, key, reads, 1, 0, SEGMENT_BYTES, number + 1)

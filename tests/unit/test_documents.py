@@ -10,9 +10,10 @@ import fnmatch
 import functools
 import importlib
 import io
+import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -184,15 +185,25 @@ def test_the_members_that_documents_name_exist() -> None:
 
 
 @functools.cache
-def flags_of(*words: str) -> frozenset[str]:
-    """The flags of a command, as it says itself."""
+def help_of(*words: str) -> str:
+    """What a command says of itself."""
     name = " ".join(words[:2]) if " ".join(words[:2]) in COMMANDS else words[0]
     command = COMMANDS[name]
     main = getattr(importlib.import_module(command.module), command.function)
     out = io.StringIO()
     with contextlib.redirect_stdout(out), pytest.raises(SystemExit):
         main([*words[len(name.split()) :], "--help"])
-    return frozenset(re.findall(r"--[a-z][\w-]*", out.getvalue()))
+    return out.getvalue()
+
+
+def flags_of(*words: str) -> set[str]:
+    """The flags of a command, as it says itself."""
+    return set(re.findall(r"--[a-z][\w-]*", help_of(*words)))
+
+
+def test_no_command_says_a_default_twice() -> None:
+    twice = re.compile(r"\(default: [^()]*\)\s+\(default:")
+    assert not [name for name in COMMANDS if twice.search(help_of(*name.split()))]
 
 
 def test_the_flags_that_documents_give_to_our_commands_exist() -> None:
@@ -209,6 +220,35 @@ def test_the_flags_that_documents_give_to_our_commands_exist() -> None:
     assert not wrong
 
 
+def main_of(module: str) -> Callable[[], object]:
+    """What `python -m` runs."""
+    path = ROOT.joinpath(*module.split(".")[1:])
+    if path.is_dir():
+        found = re.search(r"^from (\S+) import main$", sources()[path / "__main__.py"], re.M)
+        assert found is not None, path
+        module = found[1]
+    main: Callable[[], object] = importlib.import_module(module).main
+    return main
+
+
+def test_the_flags_that_documents_give_to_our_modules_exist(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+    given: dict[str, set[str]] = {}
+    for _, match in said(r"-m (kvcast(?:\.\w+)+)([^|;#]*)"):
+        given.setdefault(match[1], set()).update(flags.findall(match[2]))
+    assert given
+    wrong = set()
+    for module, named in given.items():
+        out = io.StringIO()
+        monkeypatch.setattr("sys.argv", [module, "--help"])
+        with contextlib.redirect_stdout(out), pytest.raises(SystemExit):
+            main_of(module)()
+        wrong |= {f"{module} {flag}" for flag in named - set(flags.findall(out.getvalue()))}
+    assert not wrong
+
+
 def test_the_flags_that_documents_name_are_somebodys() -> None:
     flags = re.compile(r"--[a-z][\w-]*")
     known = {flag for text in sources().values() for flag in flags.findall(text)}
@@ -222,6 +262,30 @@ def test_the_flags_that_documents_name_are_somebodys() -> None:
         if not {match[0], match[0].replace("--no-", "--")} & known
     }
     assert not unknown
+
+
+def rows(document: str, head: str) -> int:
+    """Rows of the table of a document that begins so, but for its own headings in bold."""
+    _, table = (ROOT / "docs" / document).read_text(encoding="utf-8").split(f"\n| {head} |", 1)
+    body = table.split("\n\n", 1)[0].splitlines()[2:]
+    return sum(not line.startswith("| **") for line in body)
+
+
+def test_what_the_readme_counts_is_as_much_in_the_tree() -> None:
+    said = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    stages = [
+        json.loads((ROOT / f"p4/generated/{target}/resources.json").read_text())["stages"]
+        for target in ("tofino1", "tofino2")
+    ]
+    assert f"and fits ({stages[0]} and {stages[1]} stages)" in said
+    counts = {
+        "rows, each with tests": rows("security.md", "threat"),
+        "planted bugs": rows("simulation.md", "planted"),
+        "entry points fuzzed": sum(text.count("\n@entry_point(") for text in sources().values()),
+    }
+    for what, count in counts.items():
+        (least,) = re.findall(rf"[Mm]ore than (\d+) {what}", said)
+        assert int(least) < count < 2 * int(least), (what, count)
 
 
 def test_names_of_code_that_documents_mention_are_in_the_code() -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from kvcast.bench import evaluate, evaluate_document
 from kvcast.cli import plan as plan_command
@@ -138,6 +139,7 @@ RATIOS = (
     "value_over_optimum",
     "value_over_best_online",
     "value_over_optimum_after_fill",
+    "value_over_reachable_optimum",
     "best_online_over_optimum",
     "value_over_best_as_a_switch_fills",
 )
@@ -252,11 +254,34 @@ def test_what_a_stream_pays_for_kvcast_stands_at_the_top() -> None:
     assert top["chat_p99_over_plain"] == top["mine_p99_over_plain"] == 0.99
 
 
+def test_what_is_compared_are_gets_that_both_pools_had_and_their_range_shrinks_with_turns() -> None:
+    rng = np.random.default_rng(7)
+    usual = rng.lognormal(4, 1, 200)
+
+    def turn(times: float) -> dict[tuple[int, int], float]:
+        return {(get, 0): times * ms * rng.uniform(0.9, 1.1) for get, ms in enumerate(usual)}
+
+    plain = [turn(1.0) | {(900, 0): 1e9} for _ in range(8)]
+    twice = evaluate.compared([turn(2.0) | {(901, 0): 1e9} for _ in range(8)], plain)
+    assert twice["gets"] == 1600
+    for point in ("p50", "p99"):
+        assert 1.8 < twice[f"{point}_over_plain"] < 2.2
+        low, high = (twice[f"{point}_over_plain_{end}"] for end in ("low", "high"))
+        assert low < twice[f"{point}_over_plain"] < high
+    few = evaluate.compared([turn(1.0), turn(1.3)], plain[:2])
+    many = evaluate.compared([turn(1.0), turn(1.3)] * 8, plain)
+    widths = [r["p50_over_plain_high"] - r["p50_over_plain_low"] for r in (few, many)]
+    assert widths[1] < widths[0]
+    assert many["plain_p50_between_turns"] < 1.1
+
+
 def test_the_document_says_beside_what_it_costs_how_far_a_plain_pools_turns_differ(
     tmp_path: Path,
 ) -> None:
     times = dict.fromkeys(("p50_ms", "plain_p50_ms", "p99_ms", "plain_p99_ms"), 10.0)
     ratios = {"p50_over_plain": 1.02, "p99_over_plain": 0.98, "plain_p50_between_turns": 1.25}
+    ratios |= {f"p{point}_over_plain_low": 0.9 for point in (50, 99)}
+    ratios |= {f"p{point}_over_plain_high": 1.1 for point in (50, 99)}
     row = {"stream": "chat", "gets": 200, **times, **ratios}
     way = {"workload": "chat", "time_compression": 1.0, "mean_ms": 1.0, "p50_ms": 1.0}
     way |= {"p99_ms": 1.0, "home_egress_ratio": 1.0, "peer_egress_ratio": 0.0, "note": ""}
@@ -264,7 +289,7 @@ def test_the_document_says_beside_what_it_costs_how_far_a_plain_pools_turns_diff
     report = {"adaptive": [row], "alternatives": ways, "took_s": {}, "traces": []}
     evaluate_document.write(report, tmp_path)
     text = (tmp_path / "evaluation.md").read_text()
-    assert "`chat` p50 1.02, p99 0.98" in text
+    assert "`chat` p50 1.020 (0.90 to 1.10), p99 0.980 (0.90 to 1.10)" in text
     assert "own turns differ by up to 1.25 times" in text
 
 

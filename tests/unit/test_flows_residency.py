@@ -62,8 +62,10 @@ def test_nothing_beats_the_bound_and_nobody_the_optimum(blocks: list[int], room:
     assert int(reads.bytes[residency.value(reads, room)].sum()) <= optimum
     assert residency.static_bytes(reads, capacity) <= optimum
     late = residency.after_its_fill(reads, residency.ControlLoop.write_s)
+    heard = residency.after_it_is_heard_of(reads, residency.ControlLoop())
+    assert residency.optimum_bytes(heard, capacity) <= residency.optimum_bytes(late, capacity)
     assert int(reads.bytes[residency.value(reads, room)].sum()) <= residency.optimum_bytes(
-        late, capacity
+        heard, capacity
     )
 
 
@@ -133,3 +135,25 @@ def test_a_block_that_is_let_in_answers_from_the_read_after_its_fill() -> None:
     hits = np.array([False, True, True, False, False, True, True])
     # The second fills; the third is answered. Block 0 is let in again by the fifth.
     assert residency.as_a_switch_fills(reads, hits).tolist() == [False] * 2 + [True] + [False] * 4
+
+
+def test_a_block_is_heard_of_by_its_homes_report_or_by_a_digest_that_comes_before() -> None:
+    loop = residency.ControlLoop()  # homes 0, 1, … report 0, 1/16, … of a second after the full one
+    reads = stream([0, 1, 0, 1, 0, 1, 0], step_s=0.3)
+    late = residency.after_it_is_heard_of(reads, loop)
+    # Block 0's home reports at 1 s, block 1's at 1.0625 s: the reads at 1.2 and 1.5 s fill.
+    assert (late.at / NS).round(1).tolist() == [1.2, 1.5, 1.8]
+    burst = Stream(
+        reads.at, reads.block, reads.node, reads.block_bytes, np.full(len(reads.at), 2, np.int64)
+    )
+    late = residency.after_it_is_heard_of(burst, loop)
+    assert (late.at / NS).round(1).tolist() == [0.6, 0.9, 1.2, 1.5, 1.8]
+    deaf = residency.ControlLoop(renewal_s=100.0, heat_threshold=1000)
+    assert not len(residency.after_it_is_heard_of(burst, deaf).at)
+
+
+def test_a_policy_that_has_room_for_all_reaches_the_optimum_that_can_be_reached() -> None:
+    reads = stream([0, 1, 2, 3] * 8, step_s=0.35)
+    hits = residency.compared(reads, 8)
+    assert hits["value"] == hits["reachable optimum"] > 0
+    assert hits["reachable optimum"] <= hits["optimum, after the fill"] <= hits["optimum"]

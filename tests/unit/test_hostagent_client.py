@@ -21,7 +21,7 @@ from kvcast.protocol.messages import local
 from kvcast.protocol.messages.framing import MessageCodec
 
 ARENA_BYTES = 1 << 20
-_SILENCE_S = 5.0
+_SILENCE_S = 60.0
 """After which nothing more comes."""
 KEYS = [number.to_bytes(16, "big") for number in range(1000)]
 
@@ -103,7 +103,10 @@ async def test_what_comes_for_a_get_that_gave_up_while_it_was_sent_is_released(
     messages = []
     while len(messages) < len(tasks):
         messages += await agent.hear(local.Get)
-    last = messages[-1]
+    while not isinstance(messages[-1], local.Release):
+        messages += await agent.hear(local.Release)
+    *_, last, given_up = messages
+    assert given_up == local.Release([], [last.request])
     block = local.GotBlock(local.OK, handle=77, offset=0, size_bytes=10, digest=1, tier="local")
     await agent.say(local.Got(last.request, [block]))
     (release,) = [m for m in await agent.hear(local.Release) if isinstance(m, local.Release)]
@@ -111,6 +114,21 @@ async def test_what_comes_for_a_get_that_gave_up_while_it_was_sent_is_released(
     for task in tasks[:-1]:
         task.cancel()
     await asyncio.wait(tasks)
+
+
+async def test_an_agent_hears_of_gets_that_are_given_up_and_of_nothing_else(
+    agent_and_client: tuple[SlowAgent, AsyncClient],
+) -> None:
+    agent, client = agent_and_client
+    getting = asyncio.create_task(client.get(1, KEYS[:1]))
+    (request,) = await agent.hear(local.Get)
+    pinning = asyncio.create_task(client.pin(1, KEYS[:1]))
+    await agent.hear(local.Pin)
+    for task in (pinning, getting):
+        task.cancel()
+        await asyncio.wait([task])
+    *_, release = await agent.hear(local.Release)
+    assert release == local.Release([], [request.request])
 
 
 async def test_what_comes_at_the_moment_a_get_is_cancelled_is_released(

@@ -45,7 +45,7 @@ from kvcast.protocol.messages.wire import digest_of
 ARENA_BYTES = 1 << 20
 KEYS = [number.to_bytes(16, "big") for number in range(2 * local.MAX_KEYS + 1)]
 CALLS = ("commit", "company", "describe", "drop", "exists", "get", "get_outcomes", "group",
-         "namespace", "pin", "prefetch", "put", "reserve", "stats", "unpin")  # fmt: skip
+         "namespace", "pin", "prefetch", "put", "reserve", "stats", "unpin", "weighed")  # fmt: skip
 
 Answer = Callable[[Any], Any]
 
@@ -148,6 +148,8 @@ class CountingAgent:
             return local.PoolDescription(number, "node-1", 0, 1, True, [], [], [], [])
         if isinstance(message, local.Exists):
             return local.Ack(number, len(message.keys) // 16)
+        if isinstance(message, local.Weighed):
+            return local.Ack(number, message.whole + message.part + message.computed)
         return local.Ack(number, len(message.keys))
 
     @property
@@ -229,8 +231,13 @@ def client(agent: CountingAgent, connect: Callable[[], Any]) -> Iterator[Any]:
     client.close()
 
 
+def given_up_to(agent: CountingAgent) -> list[int]:
+    """The gets that its client has told it that it does not wait for."""
+    return [number for release in agent.asked(local.Release) for number in release.given_up]
+
+
 def until(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return condition()
@@ -270,7 +277,15 @@ def test_every_call_asks_and_returns_what_it_says(client: Any, agent: CountingAg
         block.release()
         block.release()
     assert until(lambda: agent.held == 0)
-    assert [len(release.handles) for release in agent.asked(local.Release)] == [1, 1, 1]
+    assert [len(release.handles) for release in agent.asked(local.Release)] == [3]
+    first, *others = client.get(7, keys, 0.5)
+    first.release()
+    assert agent.held == 3, "the others are held"
+    client.stats()
+    assert until(lambda: agent.held == 2), "before anything else is said"
+    for block in others:
+        block.release()
+    assert until(lambda: agent.held == 0)
     client.put(7, {keys[0]: b"ab", keys[1]: bytearray(b"cde")})
     assert os.pread(agent.arena, 5, 0) == b"abcde"
     assert agent.asked(local.Alloc)[0].sizes == [2, 3]
@@ -288,6 +303,9 @@ def test_every_call_asks_and_returns_what_it_says(client: Any, agent: CountingAg
         (["node-1", "node-2"], None),
         ([], 5),
     ]
+    assert client.weighed(4, 2, 1, 9e3, 5e2) == 7
+    (asked,) = agent.asked(local.Weighed)
+    assert asked == local.Weighed(asked.request, 4, 2, 1, 9e3, 5e2)
     assert client.describe(7, keys).node_id == "node-1"
     numbers = [m.request for m in agent.heard if not isinstance(m, local.Release)]
     assert sorted(set(numbers)) == numbers
@@ -399,6 +417,7 @@ def test_who_gives_up_an_iterator_keeps_what_it_was_given_and_nothing_else(
     iterator.close()
     assert client.exists(7, KEYS[:1]) == 1
     assert until(lambda: client.exists(7, KEYS[:1]) == 1 and agent.held == 1)
+    assert set(given_up_to(agent)) <= {asked.request for asked in agent.asked(local.Get)}
     first.block.release()
     client.stats()
     assert agent.held == 0
@@ -544,6 +563,8 @@ def test_what_comes_for_a_blocking_call_that_was_interrupted_is_given_back(
             with pytest.raises(KeyboardInterrupt):
                 getattr(client, name)(7, dict.fromkeys(KEYS[:3], b"x"))
         assert until(lambda: agent.held == 3)
+        assert until(lambda: name != "get" or bool(given_up_to(agent)))
+        assert given_up_to(agent) == [asked.request for asked in agent.asked(local.Get)]
         client.stats()  # reads what came for the other call
         client.stats()  # sends what there was to say about it
         assert agent.held == 0

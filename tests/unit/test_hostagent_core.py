@@ -649,6 +649,33 @@ def test_where_namespaces_compete_for_the_link_nothing_passes_their_turns_by() -
     assert core.serving.convey("node-2", ask) == bulk.DONE, "it is long ago"
 
 
+def test_where_puts_of_several_namespaces_compete_none_is_pushed_past_their_turns() -> None:
+    node = Node(1)
+    node.take_map(pool_map([1], namespaces=(1, 2)))
+    core = node.core
+    core.departures, core.arrivals = Departures(1e6), Departures(1e6)
+    core.serving.takes_pushes = True
+    stopped: list[str] = []
+    core.stop_pushing = lambda: stopped.append("pushing")
+    core.stop_taking = lambda: stopped.append("taking")
+    ask = bulk.BulkConvey(bulk.CONVEYOR_VERSION, True)
+    for _ in range(10):
+        core.serving.pushed(BlockId(1, key(1)), 20_000)
+    assert stopped == [], "nobody competes"
+    assert core.serving.convey("node-2", ask) == bulk.DONE
+    for namespace in (1, 2, 1, 2):
+        core.serving.pushed(BlockId(namespace, key(namespace)), 20_000)
+    assert set(stopped) == {"taking"}
+    assert core.serving.convey("node-2", ask) == bulk.FORBIDDEN
+    stopped.clear()
+    for namespace in (1, 2, 1, 2):
+        copy = core.store.reserve(BlockId(namespace, key(namespace)), 20_000)
+        core.writes.put(node.now, copy, 1, [2])
+    assert set(stopped) == {"pushing"}
+    core.store.advance(core.store.now + LATELY_S)
+    assert core.serving.convey("node-2", ask) == bulk.DONE, "it is long ago"
+
+
 def test_a_puts_bytes_follow_unasked_only_to_whom_the_namespace_is_for() -> None:
     for nodes, at_once in ([], True), (["node-1", "node-2"], True), (["node-1"], False):
         writer = pool_of([2])[0]
@@ -1030,10 +1057,78 @@ def test_a_session_answers_every_request_once_and_gives_all_back_at_its_end() ->
     node.core.store.check()
 
 
+def test_what_a_client_that_has_gone_waited_for_is_fetched_no_more() -> None:
+    reader, home, _ = pool_of([2])
+    home.hold(1, b"late")
+    session, replies = session_of(reader)
+    session.handle(reader.now, local.Get(1, 1, [key(1)], 1.0))
+    session.close()
+    assert reader.core.reads.waiting == 0
+    exchange(reader, home)
+    assert reader.core.store.peek(BlockId(1, key(1))) is None
+    assert replies == []
+    assert reader.core.metrics.local_replies_dropped_total == 1
+    reader.core.requester.check()
+    reader.core.store.check()
+
+
+def test_a_get_that_is_given_up_is_answered_at_once_with_what_has_come() -> None:
+    reader, home, _ = pool_of([2])
+    reader.hold(1, b"here")
+    home.hold(2, b"there")
+    session, replies = session_of(reader)
+    session.handle(reader.now, local.Get(5, 1, [key(1), key(2)], 1.0))
+    session.handle(reader.now, local.Release([], [4, 5, 6]))
+    (got,) = replies
+    assert isinstance(got, local.Got)
+    assert [(one.status, one.reason) for one in got.blocks] == [
+        (local.OK, ""),
+        (local.MISS, "given_up"),
+    ]
+    assert reader.core.reads.waiting == reader.core.requester.fetches_in_flight == 0
+    assert reader.core.metrics.by_namespace.of(1).misses == {"given_up": 1}
+    session.handle(reader.now, local.Release([got.blocks[0].handle], [5]))
+    exchange(reader, home)
+    assert len(replies) == 1, "a get is answered once"
+    reader.core.store.check()
+
+
+@pytest.mark.parametrize("who", ["another client", "prefetch", "keep", "reader group", "nobody"])
+def test_a_fetch_that_others_count_on_outlives_who_gave_it_up(who: str) -> None:
+    reader, home, _ = pool_of([2])
+    home.hold(1, b"wanted")
+    block = BlockId(1, key(1))
+    session, replies = session_of(reader)
+    other, others_replies = session_of(reader)
+    kept: list[bool] = []
+    group = 7 if who == "reader group" else 0
+    session.handle(reader.now, local.Get(1, 1, [key(1)], 1.0, group=group))
+    match who:
+        case "another client":
+            other.handle(reader.now, local.Get(1, 1, [key(1)], 1.0))
+        case "prefetch":
+            other.handle(reader.now, local.Prefetch(1, 1, [key(1)], 1.0))
+        case "keep":
+            reader.core.reads.keep(reader.now, block, 6, digest_of(b"wanted"), kept.append)
+    session.handle(reader.now, local.Release([], [1]))
+    assert len(replies) == 1
+    exchange(reader, home)
+    copy = reader.core.store.peek(block)
+    assert (copy is None) == (who == "nobody")
+    assert kept == ([True] if who == "keep" else [])
+    if who == "another client":
+        (got,) = others_replies
+        assert isinstance(got, local.Got)
+        assert got.blocks[0].status == local.OK
+    else:
+        assert copy is None or copy.pins == 0
+
+
 def test_a_get_that_ends_after_its_client_leaves_nothing_pinned() -> None:
     reader, home, _ = pool_of([2])
     home.hold(1, b"late")
     session, replies = session_of(reader)
+    reader.core.reads.prefetch(reader.now, 1, [key(1)], reader.now + 1.0)
     session.handle(reader.now, local.Get(1, 1, [key(1)], 1.0))
     session.close()
     exchange(reader, home)

@@ -38,12 +38,14 @@ from kvcast.protocol.courier import (
     CLIENT_OFFENDS,
     LANDINGS,
     MAX_ASKED_A_CLIENT,
+    MOST_REPAIRS,
     REASONS,
 )
 from kvcast.protocol.messages.control import BlockRef, Loads, Residents
 from kvcast.protocol.messages.questions import GET, MAX_MANY, QUESTION, RELEASE
 from kvcast.protocol.messages.wire import (
     FLAG_LAST,
+    FLAG_PARTIAL,
     FLAG_RETRY,
     FLAG_SHARED,
     FULL_SEGMENT,
@@ -51,6 +53,7 @@ from kvcast.protocol.messages.wire import (
     SEGMENT_BYTES,
     BlockId,
     decode,
+    digest_of,
 )
 
 
@@ -70,6 +73,9 @@ def stand() -> Stand:
     made = Stand()
     made.fetch(1)
     made.bring(1)
+    requester = made.core.requester
+    requester.was_read(0.0, HOME, 0.001, chunks=1, shared=False, resident=False)
+    assert requester.rto_s(HOME) == PATIENCE_S
     made.pass_time(0.001)
     return made
 
@@ -161,13 +167,110 @@ def test_silence_is_handed_over(stand: Stand) -> None:
     _handed_over(stand, "silence")
 
 
-def test_a_gap_is_handed_over_unless_it_is_filled_at_once(stand: Stand) -> None:
+def test_chunks_that_are_lost_are_asked_for_alone(stand: Stand) -> None:
+    before = stand.core.requester.counters.reads
+    stand.ask(0, 2)
+    lost = {3, 7}
+    for chunk in range(LAST + 1):
+        if chunk not in lost:
+            stand.receive(frame_of(2, chunk, flags=FLAG_LAST * (chunk == LAST)))
+    assert len(stand.reads) == 1
+    stand.pass_time(REORDER_S + 0.0001)
+    read, repair = map(decode, stand.reads)
+    assert (repair.op, repair.block, repair.flags) == (OP_READ, block_of(2), FLAG_PARTIAL)
+    assert repair.wanted == sum(1 << chunk for chunk in lost)
+    assert repair.digest == digest_of(content_of(2)), "of another copy they would be of no use"
+    assert repair.tag != read.tag
+    stand.receive(frame_of(2, 3, flags=FLAG_PARTIAL))
+    assert not stand.given
+    stand.receive(frame_of(2, 7, flags=FLAG_PARTIAL | FLAG_LAST))
+    assert (stand.given, stand.handed_over) == (1, 0)
+    counters = stand.core.requester.counters
+    assert (counters.reads, counters.reads_partial) == (before + 2, 1)
+    stand.end()
+
+
+def test_what_is_asked_for_after_a_repair_is_asked_for_whole(stand: Stand) -> None:
+    stand.ask(0, 2)
+    stand.receive(frame_of(2, 0))
+    stand.pass_time(PATIENCE_S + 0.001)
+    assert decode(stand.reads[-1]).flags == FLAG_PARTIAL
+    stand.ask(0, 3)
+    read = decode(stand.reads[-1])
+    assert (read.block, read.flags, read.digest) == (block_of(3), 0, 0)
+    assert read.wanted == FULL_SEGMENT
+    stand.bring(2)
+    stand.bring(3)
+    assert stand.given == 2
+    stand.end()
+
+
+def test_an_answer_whose_end_is_lost_time_and_again_is_handed_over(stand: Stand) -> None:
     stand.ask(0, 2)
     stand.receive(frame_of(2, 0))
     stand.receive(frame_of(2, LAST, flags=FLAG_LAST))
-    assert not reasons(stand)
     stand.pass_time(REORDER_S + 0.0001)
+    for repairs in range(1, MOST_REPAIRS + 1):
+        assert len(stand.reads) == 1 + repairs
+        assert not reasons(stand)
+        stand.pass_time(PATIENCE_S + 0.001)
+    assert len(stand.reads) == 1 + MOST_REPAIRS
     _handed_over(stand, "gap")
+
+
+def test_what_keeps_coming_is_waited_for_however_slow_it_is(stand: Stand) -> None:
+    stand.ask(0, 2)
+    stand.ask(1, 2)
+    for chunk in range(LAST + 1):
+        stand.pass_time(0.9 * PATIENCE_S)
+        if stand.now > 0.9:  # their deadline is a second
+            break
+        stand.receive(frame_of(2, chunk))
+    assert chunk > 10
+    assert not reasons(stand)
+    for chunk in range(LAST + 1):
+        stand.receive(frame_of(2, chunk, flags=FLAG_LAST * (chunk == LAST)))
+    assert len(stand.reads) == 1
+    assert stand.given == 2
+    stand.end()
+
+
+def test_nothing_is_waited_for_beyond_a_clients_deadline(stand: Stand) -> None:
+    stand.ask(0, 2, deadline_ms=70)
+    stand.pass_time(0.04)
+    stand.receive(frame_of(2, 0))
+    stand.pass_time(0.031)
+    assert len(stand.reads) == 1
+    _handed_over(stand, "gap")
+
+
+def test_a_home_is_waited_for_as_long_as_the_requester_does(stand: Stand) -> None:
+    requester = stand.core.requester
+    for _ in range(8):
+        requester.was_read(stand.now, HOME, 0.3, chunks=1, shared=False, resident=False)
+    assert requester.rto_s(HOME) > 4 * PATIENCE_S
+    stand.fetch(3)
+    stand.bring(3)  # which is when it is looked
+    patience_s = requester.rto_s(HOME)
+    stand.ask(0, 2)
+    stand.pass_time(patience_s - 0.001)
+    assert not reasons(stand)
+    stand.pass_time(0.002)
+    _handed_over(stand, "silence")
+
+
+def test_what_is_on_its_way_comes_though_another_answer_does_not(stand: Stand) -> None:
+    stand.ask(0, 2)
+    stand.pass_time(PATIENCE_S * 0.8)
+    stand.ask(1, 3)
+    stand.receive(frame_of(3, 0))
+    stand.pass_time(PATIENCE_S * 0.4)
+    stand.pass_time(0.001)  # by now nobody asks that home any more
+    assert reasons(stand) == {"silence": 1}
+    stand.bring(3)
+    assert stand.given == 1
+    assert len(stand.reads) == 2
+    stand.end()
 
 
 def test_a_miss_is_handed_over(stand: Stand) -> None:
@@ -208,15 +311,16 @@ def test_what_the_requester_asks_again_says_that_it_is_a_repeat(stand: Stand) ->
 
 
 def test_what_waited_for_a_probe_says_that_it_is_a_repeat_too(stand: Stand) -> None:
+    requester = stand.core.requester
+    before = requester.counters.reads
     stand.ask(0, 3)
     stand.pass_time(PATIENCE_S + 0.001)
-    requester = stand.core.requester
     stand.core.reads.prefetch(stand.now, NAMESPACE, [key_of(2), key_of(3)], stand.now + 0.5)
     sent = [frame for _, frame in requester.frames_to_send()]
     assert [(frame.key, frame.flags) for frame in sent] == [(key_of(2), 0)]
     for chunk in range(LAST + 1):  # others wait for it, too: the other block is to be read as well
         stand.receive(frame_of(2, chunk, flags=FLAG_SHARED | FLAG_LAST * (chunk == LAST)))
-    assert (requester.counters.reads, requester.counters.reads_retry) == (3, 1)
+    assert (requester.counters.reads, requester.counters.reads_retry) == (before + 2, 1)
     stand.bring(3)
     stand.end()
 
@@ -277,8 +381,9 @@ def test_a_read_that_was_out_for_long_when_the_agent_took_over_is_repeated(
 def test_late_chunks_after_a_question_was_handed_over_are_written_nowhere(stand: Stand) -> None:
     stand.ask(0, 2)
     stand.receive(frame_of(2, 0))
-    stand.pass_time(PATIENCE_S + 0.001)
-    stand.pass_time(2.0)
+    for _ in range(MOST_REPAIRS + 1):
+        stand.pass_time(PATIENCE_S + 0.001)
+    assert reasons(stand) == {"gap": 1}
     stand.ask(0, 3)
     stand.receive(frame_of(3, 0))
     before = bytes(stand.memory)
@@ -543,21 +648,31 @@ def test_blocks_that_a_switch_holds_are_the_requesters_to_ask_for(stand: Stand) 
     stand.end()
 
 
-def test_loads_end_a_question_only_where_its_home_becomes_busy(stand: Stand) -> None:
+def test_a_question_about_a_block_that_a_switch_takes_is_handed_over_alone(stand: Stand) -> None:
+    stand.ask(0, 2)
+    stand.ask(1, 3)
+    stand.core.control_message(stand.now, Residents([BlockRef(NAMESPACE, key_of(2))]))
+    stand.pass_time(0.001)
+    assert reasons(stand) == {"yielded": 1}
+    stand.bring(3)
+    assert stand.given == 1
+    stand.end()
+
+
+def test_a_home_that_becomes_busy_is_asked_no_more_and_what_it_sends_is_taken(stand: Stand) -> None:
     stand.core.control_message(stand.now, Loads([(HOME, 10)]))
     stand.pass_time(0.001)
     stand.ask(0, 2)
     stand.core.control_message(stand.now, Loads([(HOME, BUSY_PERCENT - 1)]))
     stand.pass_time(0.001)
-    assert not reasons(stand)
-    stand.bring(2)
-    assert len(stand.held[0]) == 1
     stand.ask(0, 3)
     stand.core.control_message(stand.now, Loads([(HOME, BUSY_PERCENT)]))
     stand.pass_time(0.001)
-    assert reasons(stand) == {"yielded": 1}
     stand.ask(0, 4)
-    assert reasons(stand) == {"yielded": 1, "no_home": 1}
+    assert reasons(stand) == {"no_home": 1}
+    stand.bring(2)
+    stand.bring(3)
+    assert len(stand.held[0]) == 2
     stand.end()
 
 
@@ -654,6 +769,7 @@ def test_a_large_block_comes_by_a_read_and_the_conveyor(large: Stand) -> None:
 def test_several_blocks_follow_each_other_on_a_conveyor(large: Stand) -> None:
     for block in (12, 13, 14):
         large.ask(0, block)
+    for block in (12, 13, 14):
         probe(large, block)
     assert len(large.wanted) == 3
     for _ in range(3):
@@ -875,6 +991,32 @@ def test_what_follows_a_block_that_does_not_come_is_handed_over_with_it(many: St
     many.miss(1)
     assert reasons(many) == {"missed": len(SMALL)}
     assert many.handed_over == len(SMALL)
+    many.end()
+
+
+def test_a_read_of_what_followed_a_block_that_did_not_come_is_no_repeat(many: Stand) -> None:
+    """No READ of it has been sent, and one that says so is never held back by a switch."""
+    many.ask_many(0, SMALL)
+    many.pass_time(PATIENCE_S + 0.001)
+    assert reasons(many) == {"silence": len(SMALL)}
+    requester = many.core.requester
+    sent = []
+    for number, flags in ((2, 0), (1, FLAG_RETRY)):
+        many.core.reads.prefetch(many.now, NAMESPACE, [key_of(number)], many.now + 0.5)
+        sent += [(frame.key, frame.flags) for _, frame in requester.frames_to_send()]
+        assert sent[-1:] == [(key_of(number), flags)]
+        many.bring(number)
+    assert len(sent) == 2
+    many.end()
+
+
+def test_of_a_batch_whose_first_block_was_damaged_no_other_counts_as_damaged(many: Stand) -> None:
+    many.ask_many(0, SMALL)
+    last = -(-len(content_of(1)) // 1024) - 1
+    for chunk in range(last + 1):
+        many.receive(frame_of(1, chunk, spoil=chunk == 0, flags=FLAG_LAST * (chunk == last)))
+    assert reasons(many) == {"wrong_digest": len(SMALL)}
+    assert many.core.requester.counters.corrupt_blocks == 1
     many.end()
 
 

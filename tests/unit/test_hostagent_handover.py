@@ -8,6 +8,7 @@ bytes on their way (`bench/restart.py`, the simulation), or when the controller 
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 from kvcast.hostagent.core import handover as handover_module
@@ -19,9 +20,9 @@ from kvcast.hostagent.core.handover import (
     HandoverOptions,
 )
 from kvcast.hostagent.core.pool import Pool
-from kvcast.hostagent.core.store import Store
+from kvcast.hostagent.core.store import Below, Store
 from kvcast.hostagent.tiers.arena import Allocator
-from kvcast.protocol.links.bulk import UNREACHABLE, PutCall
+from kvcast.protocol.links.bulk import EVICTED, UNREACHABLE, PutCall
 from kvcast.protocol.messages import bulk
 from kvcast.protocol.messages.control import HandedOver, NamespaceInfo, NodeInfo, PoolMap
 from kvcast.protocol.messages.wire import BUCKETS, BlockId
@@ -339,6 +340,85 @@ def test_what_was_brought_and_then_dropped_is_over() -> None:
     assert bench.offered() == []
     assert bench.core.left == 0
     assert bench.store.held_bytes == 0, "nothing of it is pinned any more"
+
+
+class Disk:
+    """What lies below a bench's store, and has room made for it in DRAM as the test likes."""
+
+    def __init__(self, bench: Bench, *blocks: BlockId) -> None:
+        self._bench = bench
+        self._blocks = blocks
+        self.recalled: list[BlockId] = []
+        self.room = True
+        below = mock.create_autospec(Below, instance=True)
+        below.holds.side_effect = lambda which: which in blocks
+        bench.store.below = below
+        bench.core.lower = lambda: blocks
+        bench.core.recall = self._recall
+
+    def _recall(self, _now: float, which: BlockId, then: Callable[[], None]) -> bool:
+        if which not in self._blocks:
+            return False
+        self.recalled.append(which)
+        if self.room:
+            self._bench.hold(which)
+        then()
+        return True
+
+
+def test_what_goes_to_the_lower_tier_before_its_turn_is_brought_back() -> None:
+    bench = Bench(blocks=2)
+    disk = Disk(bench, block(0))
+    bench.use(pool([1, 2], settled=1))
+    for call in bench.calls():
+        bench.store.evict(call.copy)
+        assert not call.begin()
+        call.ended(bench.now, EVICTED)
+    assert disk.recalled == [block(0)]
+    assert bench.core.left == 1, "the other one is gone altogether"
+    assert bench.core.report(bench.now) == HandedOver(1, 1, 2, 0)
+    assert bench.end_all() == 1
+    assert bench.core.report(bench.now) == HandedOver(1, 0, 2, 0)
+    assert bench.core.counters.blocks == 1
+
+
+def test_what_dram_has_no_room_for_is_waited_for() -> None:
+    bench = Bench(blocks=0)
+    disk = Disk(bench, block(7))
+    disk.room = False
+    bench.use(pool([1, 2], settled=1))
+    for _ in range(TRIES):
+        assert bench.core.get_timer() is not None
+        bench.wait(10 * RETRY_S)
+        assert bench.offered() == []
+        assert bench.core.report(bench.now) in (HandedOver(1, 1, 1, 0), None)
+    assert len(disk.recalled) == TRIES + 1
+    disk.room = True
+    bench.wait(10 * RETRY_S)
+    assert bench.end_all() == 1
+    assert bench.core.report(bench.now) == HandedOver(1, 0, 1, 0)
+
+
+def test_a_repair_that_dram_has_no_room_for_is_tried_some_times() -> None:
+    bench = Bench(blocks=0)
+    disk = Disk(bench, block(7))
+    disk.room = False
+    bench.use(pool([1, 2]))
+    bench.use(pool([1, 3], epoch=2, nodes=(1, 3, 4)))
+    for _ in range(2 * TRIES):
+        bench.wait(10 * RETRY_S)
+    assert len(disk.recalled) == TRIES
+    assert (bench.core.left, bench.core.counters.failed) == (0, 1)
+
+
+def test_what_dram_has_no_room_for_is_over_with_its_target() -> None:
+    bench = Bench(blocks=0)
+    disk = Disk(bench, block(7))
+    disk.room = False
+    bench.use(pool([1, 2], settled=1))
+    bench.use(pool([1], epoch=2, nodes=(1, 3)))
+    bench.wait(10 * RETRY_S)
+    assert bench.core.left == 0
 
 
 def test_what_would_wait_beyond_the_bound_is_left_out_and_counted(

@@ -178,6 +178,9 @@ class Pool:
             calls = list(node.core.outbox.calls)
             node.core.outbox.calls.clear()
             node.link.ask(self.now, *calls)
+            if node.core.outbox.unwanted:
+                node.core.outbox.unwanted = False
+                node.link.end_unwanted(self.now)
             for instruction in node.link.instructions():
                 moved = True
                 match instruction:
@@ -198,6 +201,8 @@ class Pool:
             while not callee.closed and (data := callee.bytes_to_send(self.now, 1 << 20)):
                 connection.received(self.now, self.spoil(data))
                 moved = True
+                if connection.closed:
+                    callee.lost(self.now)
         return moved
 
 
@@ -401,6 +406,55 @@ def test_blocks_that_follow_a_probe_are_let_go_with_their_namespace() -> None:
     assert [item.reason for item in (*items, *joined)] == ["cancelled"] * 4
     pool.pass_time(6.0)
     check_at_rest(pool)
+
+
+def test_a_batch_that_is_given_up_takes_along_what_follows_its_probe_and_no_other_needs() -> None:
+    pool = Pool()
+    for number in (1, 2, 3, 4):
+        pool.home.hold(number, noise(number, BIG))
+    reads = pool.reader.core.reads
+    batch = reads.get(0.0, 1, [key(n) for n in (1, 2, 3)], 5.0, lambda _batch: None)
+    joined = pool.reader.get([2])
+    reads.give_up(0.0, batch)
+    assert [item.reason for item in batch.items if item] == ["given_up"] * 3
+    assert reads.waiting == 2, "the probe goes on, since what follows it is wanted"
+    pool.settle()
+    assert [item.status for item in joined] == [local.OK]
+    assert pool.reader.core.store.peek(BlockId(1, key(3))) is None
+    batch = reads.get(0.0, 1, [key(n) for n in (3, 4)], 5.0, lambda _batch: None)
+    reads.give_up(0.0, batch)
+    assert reads.waiting == 0
+    pool.settle()
+    check_at_rest(pool)
+
+
+def test_what_is_given_up_while_it_comes_by_tcp_leaves_its_room_and_the_link() -> None:
+    pool = Pool()
+    size_bytes = 3 << 20
+    pool.home.hold(1, noise(1, size_bytes))
+    batches: list[GetBatch] = []
+    reads = pool.reader.core.reads
+    came = 0
+
+    def give_up_half_way(data: bytes) -> bytes:
+        nonlocal came
+        came += len(data)
+        if came > 1 << 20 and batches[0].left:
+            reads.give_up(0.0, batches[0])
+            pool.reader.link.end_unwanted(0.0)
+        return data
+
+    pool.spoil = give_up_half_way
+    batches.append(reads.get(0.0, 1, [key(1)], 5.0, lambda _batch: None))
+    pool.settle()
+    assert [item.reason for item in batches[0].items if item] == ["given_up"]
+    assert came < size_bytes, "the rest does not come"
+    assert pool.reader.core.store.used_bytes == 0
+    assert pool.reader.core.metrics.bulk_failures_total == 0
+    check_at_rest(pool)
+    items = pool.reader.get([1])
+    pool.settle()
+    assert [item.status for item in items] == [local.OK]
 
 
 def test_a_follower_can_be_joined_kept_and_waited_for_longer() -> None:

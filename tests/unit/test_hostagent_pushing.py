@@ -11,22 +11,31 @@ from __future__ import annotations
 import pytest
 from kvcast.bench.fuzz.courier import content_of, key_of
 from kvcast.bench.fuzz.pushing import HOME, NAMESPACE, PUTTER, Pair
+from kvcast.hostagent.core import writes
 from kvcast.hostagent.core.courier import CONVEYOR_PAUSE_S, SILENCE_S
 from kvcast.hostagent.core.pushing import STILL_S
-from kvcast.hostagent.core.writes import ACK_LOCAL, WriteOptions, Writes
+from kvcast.hostagent.core.writes import ACKS
+from kvcast.protocol.courier import BATCHES
 from kvcast.protocol.links.bulk import PutCall
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.questions import (
     ACK_BY_DEFAULT,
     ACK_HOME,
+    ACK_LOCAL,
+    ACK_REPLICAS,
+    ANSWER,
+    MAX_MANY,
     PUT,
+    PUT_HOME,
     PUT_QUESTION,
+    ROOM,
 )
 from kvcast.protocol.messages.wire import BlockId, digest_of
 from kvcast.protocol.pushing import (
     HAS_IT,
     HAS_IT_NOT,
     LANDED,
+    MOST_HOMES,
     MOST_UNWANTED,
     NODES,
     PUSH,
@@ -59,10 +68,10 @@ def home_has(pair: Pair, number: int) -> bool:
 def push_of(pair: Pair, number: int, *, spoil: bool = False, **other: int) -> bytes:
     """What a node says to push a block."""
     content = content_of(number)
-    said = {"number": 7, "meaning": pair.meaning, "size": len(content), "padding": 0} | other
+    said = {"number": 7, "meaning": pair.meaning, "size": len(content)} | other
     header = PUSH.pack(
         *(said["number"], key_of(number), said["meaning"], bytes(16), said["size"], 0),
-        *(NAMESPACE, said["padding"], 0),
+        *(NAMESPACE, said.get("behind", 0), said.get("padding", 0)),
     )
     digest = digest_of(content) ^ spoil
     return header + content[: said["size"]] + digest.to_bytes(8, "little")
@@ -145,6 +154,24 @@ def test_a_home_hears_which_block_is_before_another(pair: Pair) -> None:
     pair.end()
 
 
+def test_a_push_is_booked_once_though_what_hears_of_it_has_the_books_done(pair: Pair) -> None:
+    """Who is woken by what has landed may have them done at once."""
+    pushes = pair.home.pushes
+    pushed, heard = pushes._serving.pushed, []
+
+    def hear(block: BlockId, size_bytes: int) -> None:
+        pushed(block, size_bytes)
+        heard.append(block)
+        pushes.book(pair.now)
+
+    pushes._serving.pushed = hear  # type: ignore[method-assign]
+    pair.put(0, pair.alloc(0, 2), 2)
+    pair.move()
+    assert heard == [block_of(2)]
+    assert home_has(pair, 2)
+    pair.end()
+
+
 def test_large_blocks_are_pushed_in_pieces(pair: Pair) -> None:
     pair.expect(13)
     ticket = pair.alloc(0, 13)
@@ -162,12 +189,21 @@ def test_what_is_no_put_is_an_offence(pair: Pair) -> None:
         question[:-1],
         question + b"\0",
         question[:8],
-        PUT_QUESTION.pack(PUT, NAMESPACE, ACK_HOME + 1, 1, key_of(1), 0, 1),
+        question + bytes(23),
+        PUT_QUESTION.pack(PUT, NAMESPACE, ACK_REPLICAS + 1, 1, key_of(1), 0, 1),
         PUT_QUESTION.pack(PUT + 1, NAMESPACE, ACK_HOME, 1, key_of(1), 0, 1),
     ):
         assert not pair.say(0, wrong)
     assert pair.say(0, question)
     assert reasons(pair) == {"no_room": 1}
+    pair.end()
+
+
+def test_a_question_for_too_many_is_an_offence(pair: Pair) -> None:
+    question = PUT_QUESTION.pack(PUT, NAMESPACE, ACK_HOME, 1, key_of(1), 0, 1)
+    assert not pair.say(0, question + bytes(ROOM.size * MAX_MANY))
+    assert pair.say(0, question + bytes(ROOM.size * (MAX_MANY - 1)))
+    assert reasons(pair) == {"no_room": MAX_MANY}
     pair.end()
 
 
@@ -252,27 +288,181 @@ def test_a_put_is_not_taken_where_it_could_mean_two_things(pair: Pair) -> None:
     pair.end()
 
 
-def test_what_the_agent_waits_for_otherwise_is_the_agents(pair: Pair) -> None:
-    pair.putter.pushes.native.home_is_enough = 0
+@pytest.mark.parametrize("ack", ACKS)
+def test_what_is_waited_for_where_nothing_is_said_is_the_agents_to_say(ack: str) -> None:
+    pair = Pair(put_ack=ack)
+    pair.expect(1)
+    pair.connect()
     ticket = pair.alloc(0, 2)
     pair.put(0, ticket, 2, ack=ACK_BY_DEFAULT)
-    assert reasons(pair) == {"closed": 1}
-    pair.put(0, ticket, 2, ack=ACK_HOME)
+    assert pair.put_here == (ack == writes.ACK_LOCAL)
     pair.move()
+    assert pair.home_took == (ack != writes.ACK_LOCAL)
     assert home_has(pair, 2)
     pair.end()
 
 
-@pytest.mark.parametrize(("ack", "enough"), [(ACK_LOCAL, False), ("home", True)])
-def test_whether_a_home_is_enough_is_the_agents_to_say(pair: Pair, ack: str, enough: bool) -> None:
-    core = pair.putter.core
-    writes = Writes(
-        *(WriteOptions(put_ack=ack), core.store, pair.putter.memory, core.outbox, core.metrics)
-    )
-    assert writes.home_is_enough is enough
+def test_a_put_that_is_to_be_here_alone_is_answered_at_once_and_goes_home_later(
+    pair: Pair,
+) -> None:
+    pair.cut()
+    ticket = pair.alloc(0, 2)
+    pair.put(0, ticket, 2, ack=ACK_LOCAL)
+    assert (pair.put_here, pair.home_took, reasons(pair)) == (1, 0, {})
+    here = pair.putter.store.peek(block_of(2))
+    assert here is not None
+    assert not here.home
+    assert here.digest == digest_of(content_of(2))
+    assert home_has(pair, 2), "by a call"
+    assert pair.putter.core.metrics.puts_total == 1
+    pair.end()
 
 
-def test_without_a_home_elsewhere_or_a_connection_puts_are_the_agents(pair: Pair) -> None:
+def test_a_put_whose_home_is_this_node_needs_no_other(pair: Pair) -> None:
+    pair.cut()
+    pair.new_map(home=PUTTER)
+    ticket = pair.alloc(0, 2)
+    with pytest.raises(AssertionError, match="its home has it not"):
+        pair.put(0, ticket, 2)  # which the pair looks for at the other
+    here = pair.putter.store.peek(block_of(2))
+    assert here is not None
+    assert (here.home, here.pins, here.digest) == (True, 0, digest_of(content_of(2)))
+    assert reasons(pair) == {}
+    metrics = pair.putter.core.metrics
+    assert metrics.puts_total == 1
+    assert metrics.payload_bytes_sent_bulk_put_total == 0
+    assert not pair.putter.core.outbox.calls
+    pair.end()
+
+
+def test_a_put_for_all_homes_is_answered_when_all_have_it(pair: Pair) -> None:
+    """The third node is played by hand."""
+    other = pair.putter.pushes.pusher_stands(5)
+    assert other is not None
+    pool = pair.putter.core.pool
+    assert pool is not None
+    pool._buckets[:] = [(HOME, 5, PUTTER)] * len(pool._buckets)
+    pair.putter.pushes.follow(pool)
+    ticket = pair.alloc(0, 2)
+    number = pair.put(0, ticket, 2, ack=ACK_REPLICAS)
+    pair.move()
+    assert pair.guests[0].asked, "the other has it not yet"
+    said = b""
+    while piece := pair.putter.pushes.piece_to_send(other, 1 << 20, pair.now)[0]:
+        said += piece
+    content = content_of(2)
+    assert said[PUSH.size :] == content + digest_of(content).to_bytes(8, "little")
+    serial = PUSH.unpack_from(said)[0]
+    pair.putter.pushes.heard_verdicts(other, VERDICT.pack(serial, HAS_IT), pair.now)
+    ((_, answer),) = pair.putter.courier.take_answers()
+    status, _, _, told, _, _, copies, digest = ANSWER.unpack(answer)
+    assert (status, told, copies, digest) == (PUT_HOME, number, 3, digest_of(content))
+    pair.guests[0].asked.clear()
+    pair.putter.book(pair.now)
+    assert not pair.putter.core.outbox.calls, "nobody else is to have it"
+    pair.end()
+
+
+def test_a_put_for_all_homes_is_the_agents_where_one_has_it_not(pair: Pair) -> None:
+    other = pair.putter.pushes.pusher_stands(5)
+    assert other is not None
+    pool = pair.putter.core.pool
+    assert pool is not None
+    pool._buckets[:] = [(HOME, 5)] * len(pool._buckets)
+    pair.putter.pushes.follow(pool)
+    ticket = pair.alloc(0, 2)
+    pair.put(0, ticket, 2, ack=ACK_REPLICAS)
+    pair.putter.pushes.pusher_gone(pair.now, other)
+    assert pair.guests[0].asked, "the other is still being sent it"
+    pair.move()
+    assert (pair.handed_over, reasons(pair)) == (1, {"cut_off": 1})
+    assert home_has(pair, 2)
+    assert pair.putter.store.peek(block_of(2)) is None, "it is the client's room as before"
+    pool._buckets[:] = [(HOME,)] * len(pool._buckets)
+    assert isinstance(pair.put_by_a_message(0, ticket, 2), local.Committed)
+    pair.end()
+
+
+def test_many_are_put_by_one_question_and_answered_by_one_message(pair: Pair) -> None:
+    blocks = [1, 2, 3]
+    rooms = [(pair.alloc(0, block), block) for block in blocks]
+    pair.put_many(0, rooms)
+    pair.move(50_000)
+    assert pair.guests[0].asked, "not before all have ended"
+    pair.move()
+    assert pair.home_took == 3
+    assert all(home_has(pair, block) for block in blocks)
+    assert pair.putter.pushes.native.batched == 0
+    assert not pair.guests[0].rooms
+    pair.end()
+
+
+def test_of_many_those_that_are_not_taken_are_the_agents(pair: Pair) -> None:
+    rooms = [(pair.alloc(0, block), block) for block in (1, 5, 2)]
+    rooms.insert(1, (12345, 3))
+    pair.guests[0].rooms[12345] = (0, 1, 3)  # which it has not
+    pair.put_many(0, rooms)
+    pair.move()
+    assert (pair.home_took, pair.handed_over) == (2, 2)
+    assert reasons(pair) == {"no_room": 1, "not_taken": 1}
+    del pair.guests[0].rooms[12345]
+    pair.end()
+
+
+def test_one_block_twice_in_a_question_is_there_once(pair: Pair) -> None:
+    first, again = pair.alloc(0, 2), pair.alloc(0, 2)
+    pair.put_many(0, [(first, 2), (again, 2), (first, 2)], ack=ACK_LOCAL)
+    assert pair.put_here >= 1
+    assert pair.putter.store.peek(block_of(2)) is not None
+    pair.putter.store.check()
+    pair.end()
+
+
+def test_a_client_that_goes_leaves_no_batch_behind(pair: Pair) -> None:
+    pair.put_many(0, [(pair.alloc(0, block), block) for block in (1, 2)])
+    pair.move(100)
+    pair.leave(0)
+    pair.move()
+    assert home_has(pair, 1)
+    assert home_has(pair, 2)
+    assert pair.putter.courier._courier.batches_open == 0
+    pair.end()
+
+
+def test_questions_for_many_are_bounded(pair: Pair) -> None:
+    for number in range(BATCHES + 1):
+        rooms = [(_room_named(pair, 2 * number + at), 0) for at in range(2)]
+        (ticket, _), (other, _) = rooms
+        question = PUT_QUESTION.pack(
+            *(PUT, NAMESPACE, ACK_HOME, 5, _name(2 * number), pair.meaning, ticket)
+        )
+        pair.say(0, question + ROOM.pack(_name(2 * number + 1), other))
+    assert reasons(pair) == {"full": 2}
+    pair.move()
+    assert reasons(pair) == {"full": 2, "not_taken": 2 * BATCHES}
+    assert pair.putter.courier._courier.batches_open == 0
+    pair.end()
+
+
+def test_many_blocks_of_a_new_size_at_once_are_no_reason_to_leave_a_namespace_alone() -> None:
+    pair = Pair()
+    pair.connect()
+    for number in range(100):
+        pair.home.pushes.stored(BlockId(NAMESPACE, _name(number)), len(content_of(2)))
+    pair.home.prepare(pair.now)
+    assert verdict_on(pair, 2) == HAS_IT
+    pair.end()
+
+
+def test_a_home_has_as_many_landing_places_as_come_at_once(pair: Pair) -> None:
+    assert verdict_on(pair, 2, behind=40) == HAS_IT
+    pair.home.prepare(pair.now)
+    free = sum(landing.state == 1 for landing in pair.home.courier._landings)
+    assert free >= 41
+    pair.end()
+
+
+def test_without_a_connection_puts_are_the_agents(pair: Pair) -> None:
     pair.cut()
     ticket = pair.alloc(0, 2)
     pair.put(0, ticket, 2)
@@ -283,9 +473,21 @@ def test_without_a_home_elsewhere_or_a_connection_puts_are_the_agents(pair: Pair
     assert pair.putter.pushes.take_wish(pair.now) == HOME
     assert pair.putter.pushes.take_wish(pair.now) is None
     pair.connect()
-    pair.new_map(home=PUTTER)
     pair.put(0, ticket, 2)
-    assert reasons(pair) == {"no_connection": 2, "no_home": 1}
+    pair.move()
+    assert pair.home_took == 1
+    pair.end()
+
+
+@pytest.mark.parametrize("homes", [0, MOST_HOMES + 1])
+def test_blocks_of_no_home_or_very_many_are_the_agents(pair: Pair, homes: int) -> None:
+    pool = pair.putter.core.pool
+    assert pool is not None
+    pool._buckets[:] = [tuple(range(2, 2 + homes))] * len(pool._buckets)
+    pair.putter.pushes.follow(pool)
+    ticket = pair.alloc(0, 2)
+    pair.put(0, ticket, 2)
+    assert reasons(pair) == {"no_home": 1}
     pair.end()
 
 
@@ -477,13 +679,21 @@ def test_puts_without_a_verdict_are_bounded(pair: Pair) -> None:
     pair.end()
 
 
+def _name(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def _room_named(pair: Pair, name: int) -> int:
+    """The ticket of a client's room for a small block of that name."""
+    reply = pair.handle(0, local.Alloc(9, NAMESPACE, [_name(name)], [1000]))
+    assert isinstance(reply, local.Allocated)
+    return reply.extents[0].ticket
+
+
 def _put_named(pair: Pair, name: int) -> None:
     """A client puts a small block of that name."""
-    key = name.to_bytes(16, "big")
-    reply = pair.handle(0, local.Alloc(9, NAMESPACE, [key], [1000]))
-    assert isinstance(reply, local.Allocated)
-    ticket = reply.extents[0].ticket
-    pair.say(0, PUT_QUESTION.pack(PUT, NAMESPACE, ACK_HOME, 5, key, pair.meaning, ticket))
+    ticket = _room_named(pair, name)
+    pair.say(0, PUT_QUESTION.pack(PUT, NAMESPACE, ACK_HOME, 5, _name(name), pair.meaning, ticket))
 
 
 def test_rooms_are_bounded_and_the_rest_is_put_by_messages(pair: Pair) -> None:
@@ -531,7 +741,7 @@ def test_what_one_home_has_goes_to_the_others(pair: Pair) -> None:
     pool = core.pool
     assert pool is not None
     pool._buckets[:] = [(5, 1, 2)] * len(pool._buckets)
-    core.writes.pushed(pair.now, found, digest_of(content_of(2)), 5)
+    core.writes.put(pair.now, found, digest_of(content_of(2)), (5,))
     (call,) = core.outbox.calls
     assert isinstance(call, PutCall)
     assert call.node == 2

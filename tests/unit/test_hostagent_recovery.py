@@ -266,6 +266,35 @@ def test_what_belongs_to_another_meaning_of_its_namespace_is_cleared_away() -> N
     assert set(machine.held()) == {1}, "it comes back with its old meaning"
 
 
+def test_what_belongs_to_another_meaning_stays_so_when_its_clearing_away_is_cut_short() -> None:
+    machine = Machine()
+    machine.put(1)
+    machine.put(2, namespace=2)
+    other = [NAMESPACES[0], NamespaceInfo(2, "other", "m", "2", "l")]
+    machine.start(other)  # and dies before it has looked at any entry
+    assert machine.index.meaning(1) == meaning_of(NAMESPACES[0])
+    machine.start(other)
+    machine.recover()
+    assert set(machine.held()) == {1}
+    assert machine.index.meaning(2) == meaning_of(other[1])
+    machine.put(3, namespace=2)
+    machine.start(other)
+    machine.recover()
+    assert set(machine.held()) == {1, 3}
+
+
+def test_a_namespace_that_is_made_during_the_taking_over_inherits_nothing_by_a_crash() -> None:
+    machine = Machine()
+    machine.put(2, namespace=2)
+    machine.start([NAMESPACES[0]])
+    machine.core.control_message(
+        1.0, pool_map([NAMESPACES[0], NamespaceInfo(2, "other", "m", "2", "l")])
+    )
+    machine.start([NAMESPACES[0], NamespaceInfo(2, "other", "m", "2", "l")])
+    machine.recover()
+    assert machine.held() == {}
+
+
 def test_without_a_map_nothing_is_taken_over_until_there_is_one() -> None:
     machine = Machine()
     machine.put(1)

@@ -42,8 +42,9 @@ class Bench(Dram):
         cut: Cut = CUT,
         now: float = 0.0,
         epoch_s: float = 1e9,
+        arena_bytes: int = ARENA,
     ) -> None:
-        super().__init__()
+        super().__init__(arena_bytes)
         self.disks = disks or [SimDisk(random.Random(1))]
         self.cut = cut
         formatted = [open_formatted(d, cut, 7 + n) for n, d in enumerate(self.disks)]
@@ -258,6 +259,106 @@ def test_a_disk_that_is_too_slow_costs_blocks_and_no_put() -> None:
     bench.work()
     bench.fill(range(60, 80))
     assert bench.on_disk(65)
+
+
+class Timed(Bench):
+    """A larger store, over a disk that takes its time: so much for each block."""
+
+    CAPACITY = 256 * SIZE
+    BLOCK_S = 0.001
+
+    def __init__(self, rules: SsdRules) -> None:
+        cut = cut_of("node", 60 * SLAB, UNIT, SLAB)
+        super().__init__(rules, cut=cut, arena_bytes=self.CAPACITY)
+        self._free_at = 0.0
+        self._number = 0
+        self.most_used_bytes = 0
+
+    def until(self, when: float) -> None:
+        """The disk works until then, on one order after the other."""
+        self.take()
+        while self.waiting:
+            order = self.waiting[0]
+            done_at = max(self._free_at, self.now) + self.BLOCK_S * len(order.view) / SIZE
+            if done_at > when:
+                break
+            self._free_at = self.now = done_at
+            self.store.advance(self.now)
+            self.end(order)
+        self.now = when
+        self.store.advance(when)
+
+    def burst(self, blocks: int, pause_s: float) -> None:
+        """So many blocks are put, one after the other."""
+        for _ in range(blocks):
+            self.until(self.now + pause_s)
+            self._number += 1
+            self.put(self._number, self._number.to_bytes(4, "big") * (SIZE // 4))
+            self.most_used_bytes = max(self.most_used_bytes, self.store.used_bytes)
+
+    def unwritten_in(self, bursts: int, blocks: int, pause_s: float) -> int:
+        """Of such bursts, one every half a minute: how many blocks DRAM gave up unwritten."""
+        before = self.tier.counters.left_unwritten
+        for _ in range(bursts):
+            self.burst(blocks, pause_s)
+            self.until(self.now + 30.0)
+        return self.tier.counters.left_unwritten - before
+
+
+FIXED = SsdRules(0.9, 0.85)
+
+
+def test_dram_is_filled_nearly_to_the_end_where_little_comes() -> None:
+    used = []
+    for rules in (SsdRules(), FIXED):
+        bench = Timed(rules)
+        bench.burst(500, 10.0)
+        bench.most_used_bytes = 0
+        bench.burst(60, 10.0)
+        assert bench.tier.counters.left_unwritten == 0
+        used.append(bench.most_used_bytes / bench.CAPACITY)
+        bench.tier.check()
+    assert used[0] > 0.96
+    assert used[1] < 0.91
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.0005, 0.002])
+def test_room_is_kept_free_for_as_much_as_comes_while_room_is_made(pause_s: float) -> None:
+    """Bursts of a fifth of DRAM, which come faster than the disk takes them."""
+    bench = Timed(SsdRules())
+    bench.unwritten_in(6, 52, pause_s)  # until DRAM is full, and then two
+    assert bench.unwritten_in(20, 52, pause_s) == 0
+    if pause_s < bench.BLOCK_S:
+        assert Timed(FIXED).unwritten_in(26, 52, pause_s) > 26
+    bench.tier.check()
+    # An hour later nobody knows of them any more.
+    bench.burst(400, 10.0)
+    bench.most_used_bytes = 0
+    bench.burst(60, 10.0)
+    assert bench.most_used_bytes > 0.93 * bench.CAPACITY
+
+
+def test_what_is_kept_free_is_bounded_whatever_comes() -> None:
+    bench = Timed(SsdRules())
+    bench.burst(2000, 0.0001)  # ten times what the disk takes
+    for quota_bytes in (0, 40 * SIZE):
+        of_bytes = quota_bytes or bench.CAPACITY
+        high, low = bench.tier._marks(quota_bytes)
+        assert 0.74 * of_bytes < high < 0.98 * of_bytes
+        assert 0.6 * of_bytes < low < high
+    assert bench.tier.values()["ssd_headroom_bytes"] == bench.CAPACITY - bench.tier._marks()[0]
+    bench.until(bench.now + 5.0)
+    assert bench.store.used_bytes <= bench.tier._marks()[0]
+    bench.tier.check()
+
+
+def test_room_that_a_quota_lacks_is_not_kept_free_of_dram() -> None:
+    bench = Timed(SsdRules())
+    bench.store.configure({1: StoreRules(quota_bytes=10 * SIZE)})
+    before = bench.tier._marks()[0]
+    bench.burst(100, 0.0)
+    assert bench.tier.counters.left_unwritten > 50
+    assert bench.tier._marks()[0] >= before
 
 
 def test_a_block_that_is_dropped_while_it_is_written_does_not_come_back() -> None:

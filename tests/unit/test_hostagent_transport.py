@@ -80,6 +80,7 @@ class Recorder:
         self.arrived = asyncio.Event()
 
     lane = None
+    waits = False
     writing = SimpleNamespace(full=False)
 
     def open_lane(self, _now: float, _budget: int) -> None:

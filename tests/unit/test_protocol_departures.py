@@ -15,7 +15,7 @@ from itertools import count
 
 import pytest
 from kvcast.protocol.links import departures
-from kvcast.protocol.links.departures import LATELY_S, PACE, Departures
+from kvcast.protocol.links.departures import LATELY_S, PACE, Departures, Turn
 
 RATE = 1e6
 """Bytes a second."""
@@ -141,6 +141,40 @@ def test_who_takes_less_than_its_share_waits_for_nobody() -> None:
     assert in_all == pytest.approx(PACE * RATE * 10, rel=0.05), "the others made up for it"
 
 
+def test_what_is_about_to_come_holds_others_back_as_far_as_it_was_saved() -> None:
+    link = Link()
+    link.greedy(1, 12)
+    quiet = Turn(link.departures, lambda: None)
+    link.at(0.9, lambda: link.departures.sent(link.now, 2, 1000))  # it is there
+    link.run(2.0)
+    half = 0.5 * PACE * RATE  # of a second
+    quiet.begin(link.now, 2, 2 * int(half))
+    taken_bytes = quiet.allowed(link.now, 2)
+    assert taken_bytes == pytest.approx(half, rel=0.05), "what it has saved, and no more"
+    before = link.sent[1]
+    link.run(2.0 + 0.4)  # nothing of it has come yet
+    assert link.sent[1] - before <= 2 * link.departures.turn_bytes
+    quiet.moved(link.now, 2, taken_bytes)
+    assert quiet.allowed(link.now, 2) in (0, link.departures.turn_bytes), "the rest is by turns"
+    link.run(5.0)
+    in_all = link.sent[1] - before + taken_bytes
+    assert in_all == pytest.approx(PACE * RATE * 3.0, rel=0.05)
+
+
+def test_nothing_is_taken_ahead_where_nobody_else_is_there_or_nothing_was_saved() -> None:
+    for rate, others in ((0.0, True), (RATE, False)):
+        one = Departures(rate)
+        if others:
+            one.sent(0.0, 2, 1)
+        assert one.take_ahead(0.0, 1, 1 << 20) == 0
+        turn = Turn(one, lambda: None)
+        turn.begin(0.0, 1, 1 << 20)
+        assert turn.allowed(0.0, 1) == turn.ahead_bytes == sys.maxsize
+    fresh = Departures(RATE)
+    fresh.sent(0.0, 2, 100_000)
+    assert fresh.take_ahead(0.0, 1, 1 << 20) == 0, "it was not there before"
+
+
 def test_one_namespace_alone_and_a_link_of_unknown_rate_are_not_held_back() -> None:
     alone, unknown = Departures(RATE), Departures(0.0)
     for number in range(100):
@@ -165,8 +199,8 @@ def test_who_does_not_ask_again_is_not_waited_for() -> None:
     link.run(3.0)
     assert link.sent[1] - before > 0.8 * PACE * RATE * 2
     link.departures.may_send(link.now, 2, "closed")
-    link.departures.leave("closed")
-    link.departures.leave("closed")
+    assert link.departures.leave("closed")
+    assert not link.departures.leave("closed")
 
 
 def test_reads_are_left_what_they_take_but_for_a_quarter() -> None:

@@ -6,10 +6,12 @@ sockets, and what the agents' own cores make of a request (`test_hostagent_core`
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import NamedTuple
 
 import pytest
@@ -19,6 +21,7 @@ from kvcast.protocol.links import departures
 from kvcast.protocol.links.bulk import (
     EVICTED,
     UNREACHABLE,
+    UNWANTED,
     BulkCall,
     BulkOptions,
     DropCall,
@@ -27,7 +30,14 @@ from kvcast.protocol.links.bulk import (
     PutCall,
 )
 from kvcast.protocol.links.bulk_callee import BulkCallee
-from kvcast.protocol.links.bulk_caller import BulkCaller, BulkConnection, Complete, Connect
+from kvcast.protocol.links.bulk_caller import (
+    MAX_SKIPPED_BYTES,
+    OVERDUE_S,
+    BulkCaller,
+    BulkConnection,
+    Complete,
+    Connect,
+)
 from kvcast.protocol.links.departures import LATELY_S, Departures
 from kvcast.protocol.links.stream import LinkStream
 from kvcast.protocol.messages import bulk
@@ -543,6 +553,49 @@ def test_much_for_which_there_is_no_room_costs_the_connection() -> None:
     assert caller.metrics.bulk_failures_total == 0
 
 
+def test_a_get_that_is_not_wanted_any_more_is_not_made_when_its_turn_comes() -> None:
+    caller = Caller(replace(OPTIONS, connections_per_peer=1))
+    wanted = {"a": True, "b": True, "c": True}
+    calls = [caller.get_any(name, n) for n, name in enumerate(wanted, 1)]
+    for number, (name, call) in enumerate(zip(wanted, calls, strict=True)):
+        call.wanted = functools.partial(wanted.__getitem__, name)
+        call.deadline += 10.0 * number  # not alike: none goes together with another
+    caller.ask(0.0, *calls)
+    connection = caller.connected()
+    wanted["b"] = False
+    service = Service()
+    service.held.update(blocks_of(range(1, 4)))
+    converse(caller, connection, serve(service))
+    assert sorted(caller.outcomes) == [("a", "done"), ("b", UNWANTED), ("c", "done")]
+    assert caller.metrics.bulk_failures_total == 0
+
+
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("other_wanted", [False, True])
+def test_what_is_not_wanted_any_more_costs_the_connection_where_much_of_it_is_coming(
+    long: bool, other_wanted: bool
+) -> None:
+    caller = Caller()
+    wanted = [True, True]
+    calls = [caller.get_any(str(number), number) for number in (0, 1)]
+    for number, call in enumerate(calls):
+        call.wanted = functools.partial(wanted.__getitem__, number)
+    caller.ask(0.0, *calls)
+    connection = caller.connected()
+    connection.bytes_to_send(0.0, 1000)
+    size_bytes = MAX_SKIPPED_BYTES if long else 1000
+    headers = [BlockHeader(bulk.DONE, size, 1) for size in (size_bytes, 500)]
+    connection.received(0.0, said(BulkBlocks(headers)) + bytes(10))
+    caller.core.end_unwanted(0.0)
+    assert not connection.closed
+    wanted[:] = False, other_wanted
+    caller.core.end_unwanted(0.0)
+    caller.act()
+    assert connection.closed == (long and not other_wanted)
+    assert caller.outcomes == ([("0", UNWANTED), ("1", UNWANTED)] if connection.closed else [])
+    assert caller.metrics.bulk_failures_total == 0
+
+
 def test_nobody_is_told_anything_before_it_is_known_who_is_there() -> None:
     caller = Caller()
     caller.ask(0.0, caller.put("put"))
@@ -699,6 +752,55 @@ def test_what_followed_and_was_not_whole_is_given_back() -> None:
     assert service.out == [key(1)]
     callee.lost(1.0)
     assert (service.out, service.aborted) == ([], [key(1)])
+
+
+def test_who_waits_for_a_connection_waits_no_longer_than_its_deadline() -> None:
+    """A node that says nothing more holds its only connection until the first call's deadline."""
+    caller = Caller(BulkOptions(connections_per_peer=1))
+    caller.ask(0.0, caller.put("first"))
+    caller.connected()
+    assert caller.core.get_timer() is None, "nobody waits"
+    second, third = caller.put("second"), caller.drop("third", 5.01)
+    second.deadline = 5.0
+    fourth, last = caller.get("fourth", deadline=8.0), caller.put("last")
+    caller.ask(1.0, second, third, fourth, last)
+    assert caller.core.get_timer() == 5.0
+    caller.core.handle_timer(4.9)
+    caller.act()
+    assert caller.outcomes == []
+    caller.core.handle_timer(5.0)
+    caller.act()
+    assert caller.outcomes == [("second", UNREACHABLE)]
+    # Not for each of many that come up one after the other.
+    when = caller.core.get_timer()
+    assert when == 5.0 + OVERDUE_S
+    fourth.wanted = lambda: False
+    for now in (when, 8.0):
+        caller.core.handle_timer(now)
+        caller.act()
+    ends = [("second", UNREACHABLE), ("third", UNREACHABLE), ("fourth", UNWANTED)]
+    assert caller.outcomes == ends
+    assert caller.core.get_timer() == 100.0
+    caller.core.close(9.0)
+    caller.act()
+    assert sorted(caller.outcomes[3:]) == [("first", UNREACHABLE), ("last", UNREACHABLE)]
+    assert caller.core.get_timer() is None
+
+
+def test_who_is_to_ask_again_waits_no_longer_than_its_deadline() -> None:
+    """What did not fit into an answer waits for the end of that, which may not come."""
+    caller = Caller(BulkOptions(connections_per_peer=1))
+    later = caller.get_any("later", 2)
+    caller.ask(0.0, caller.get_any("1", 1), later)
+    connection = caller.connected()
+    assert connection.bytes_to_send(0.0, 1 << 20), "the request"
+    headers = [BlockHeader(bulk.DONE, len(DATA), DIGEST), BlockHeader(bulk.LATER)]
+    connection.received(1.0, said(BulkBlocks(headers)))
+    caller.act()
+    assert caller.core.get_timer() == later.deadline
+    caller.core.handle_timer(later.deadline)
+    caller.act()
+    assert caller.outcomes == [("later", UNREACHABLE)]
 
 
 def test_calls_that_are_not_alike_are_requests_of_their_own() -> None:
@@ -1018,6 +1120,121 @@ def test_blocks_of_two_namespaces_leave_in_turns_on_connections_of_their_own() -
     assert service.out == []
 
 
+class Downlink:
+    """A home to which blocks are put on many connections, whose bytes are always there to be read,
+    but no faster than the link carries them."""
+
+    RATE = 4e6
+    """Bytes a second."""
+
+    def __init__(self, weights: dict[int, float]) -> None:
+        self.now = 0.0
+        self.shared = Departures(self.RATE, weights.__getitem__)
+        for namespace in weights:
+            self.shared.sent_by_reads(0.0, namespace, 1)  # so all are there
+        self.came = Counter[int]()
+        self.callees: list[tuple[int, BulkCallee[Copy]]] = []
+        self._service = Service()
+        self._numbers = count(1)
+
+    def put(self, namespace: int, size_bytes: int) -> BulkCallee[Copy]:
+        """A put of one block begins, on a connection of its own."""
+        callee = BulkCallee(0.0, self._service, OPTIONS, Metrics(), None, None, self.shared)
+        block = PutHeader(key(next(self._numbers)), size_bytes, 1)
+        callee.received(self.now, said(HELLO, BulkPut(namespace, 3, 9, [block])))
+        assert heard(callee) == [GO]
+        self.callees.append((namespace, callee))
+        return callee
+
+    def run(self, until: float) -> None:
+        """Read, in no order, what may be read, as time goes on."""
+        while self.now < until:
+            carried = Counter[int]()
+            for namespace, callee in self.callees:
+                while callee.rooms and callee.wants_bytes:
+                    size_bytes = min(callee.receivable_bytes(self.now), callee.least_bytes)
+                    if size_bytes:
+                        callee.filled(self.now, size_bytes)
+                        carried[namespace] += size_bytes
+                    callee.check()
+            self.came += carried
+            due = [at for _, one in self.callees if (at := one.get_timer()) is not None]
+            self.now = max(self.now + carried.total() / self.RATE, min(due, default=until))
+            for _, callee in self.callees:
+                callee.handle_timer(self.now)
+
+
+def test_puts_of_two_namespaces_are_read_by_weight_however_many_connections_they_have() -> None:
+    link = Downlink({1: 1.0, 2: 3.0})
+    for namespace, connections in ((1, 12), (2, 2)):
+        for _ in range(connections):
+            link.put(namespace, 30 << 20)
+    link.run(1.0)
+    link.came.clear()
+    link.run(6.0)
+    assert link.came[2] / link.came[1] == pytest.approx(3.0, rel=0.1)
+    assert link.came.total() == pytest.approx(departures.PACE * link.RATE * 5.0, rel=0.1)
+
+
+def test_a_put_of_who_puts_little_is_read_at_once() -> None:
+    link = Downlink({1: 1.0, 2: 1.0})
+    for _ in range(12):
+        link.put(1, 60 << 20)
+    link.put(2, 100)
+    link.run(2.0)
+    for number in range(1, 6):
+        quiet = link.put(2, 100_000)
+        while quiet.rooms:
+            before = link.came[1]
+            link.run(link.now + 1e-6)
+        if number > 1:  # before the first it had saved nothing
+            assert link.came[1] - before <= 2 * link.shared.turn_bytes
+        link.run(2.0 + 0.2 * number)
+
+
+def test_the_puts_of_one_namespace_alone_are_read_as_they_come() -> None:
+    link = Downlink({1: 1.0})
+    callee = link.put(1, 50 << 20)
+    assert callee.receivable_bytes(0.0) > 50 << 20
+    callee.filled(0.0, 50 << 20)
+    assert heard(callee) == [BulkTaken([bulk.WRONG_DIGEST])]
+    assert callee.get_timer() == OPTIONS.idle_s
+
+
+def test_puts_of_two_namespaces_leave_in_turns_with_what_others_get() -> None:
+    shared = Departures(4e6)
+    metrics = Metrics()
+    caller = BulkCaller("node-1", OPTIONS, metrics, lambda c: memoryview(c.data), departures=shared)
+    caller.use_nodes(0.0, {2: NODE})
+    for namespace in (1, 2):
+        copy = Copy(BlockId(namespace, key(namespace)), bytearray(1 << 20), 1)
+        caller.ask(0.0, PutCall(2, copy, 3, 9, 100.0, lambda: True, lambda *_: None))
+    connections = [each.connection for each in caller.instructions() if isinstance(each, Connect)]
+    for namespace, connection in enumerate(connections, 1):
+        connection.connected(0.0)
+        connection.bytes_to_send(0.0, 1000)
+        connection.received(0.0, said(GO))
+        shared.sent_by_reads(0.0, namespace, 1)  # so both are there
+    sent = [0, 0]
+    now = 0.0
+    while now < 0.25 and min(sent) < 1 << 20:
+        for place, connection in enumerate(connections):
+            while data := connection.bytes_to_send(now, 1 << 16):
+                sent[place] += len(data)
+            connection.check()
+        due = [at for connection in connections if (at := connection.get_timer()) is not None]
+        assert min(due) > now
+        now = min(due)
+        for connection in connections:
+            connection.handle_timer(now)
+    assert sum(sent) == pytest.approx(departures.PACE * 4e6 * now, rel=0.1)
+    assert abs(sent[0] - sent[1]) <= 2 * shared.turn_bytes
+    connections[0].lost(now)
+    while data := connections[1].bytes_to_send(now + LATELY_S + 0.1, 1 << 16):
+        sent[1] += len(data)
+    assert sent[1] == 1 << 20, "alone it goes at once"
+
+
 @pytest.mark.parametrize("wrong", [HELLO, BulkDone(bulk.DONE), BulkExists(1, key(1)[1:])])
 def test_what_is_no_request_ends_the_connection(wrong: CallerMessage) -> None:
     callee = serve(Service())
@@ -1080,3 +1297,31 @@ def test_two_tenants_that_both_ask_for_much_share_by_weight() -> None:
     # The first request was made before anybody else asked; then both wait for more.
     shared = [name for name, _ in caller.outcomes][MAX_BULK_BLOCKS : 3 * MAX_BULK_BLOCKS]
     assert 2.3 <= shared.count("2") / shared.count("1") <= 4.5
+
+
+def test_who_is_given_the_turn_of_a_connection_that_broke_finds_nothing_half_done() -> None:
+    shared = Departures(4e6)
+    caller = Caller()
+    caller.core = BulkCaller(
+        "node-1", OPTIONS, Metrics(), lambda copy: memoryview(copy.data), departures=shared
+    )
+    caller.core.use_nodes(0.0, {2: NODE})
+    caller.ask(0.0, caller.put("broken", data=bytes(1 << 20)))
+    connection = caller.connected()
+    connection.bytes_to_send(0.0, 1000)
+    shared.sent_by_reads(0.0, 3, 1)
+    shared.sent(0.0, 3, 4 << 20)  # so its namespace is not alone, and the next
+    connection.received(0.0, said(GO))
+    while connection.bytes_to_send(0.0, 1 << 16):
+        pass
+    woken: list[str] = []
+
+    def goes_on() -> None:
+        caller.core.check()
+        woken.append("beside")
+
+    assert shared.may_send(0.0, 3, "beside", goes_on) == 0
+    connection.lost(0.0)
+    assert woken == ["beside"]
+    caller.act()
+    assert caller.outcomes == [("broken", "unreachable")]

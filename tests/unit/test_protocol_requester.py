@@ -836,6 +836,14 @@ def test_blocks_of_one_segment_that_meet_by_themselves_wait_for_nobody(
     assert all((read.gather > 1) == keeps_step for read in asked)
 
 
+def test_a_block_that_turns_out_long_and_shared_is_asked_for_by_the_wide_window_at_once() -> None:
+    bench = Bench(window_initial=1, window_max=1, window_shared=3)
+    bench.fetch()
+    assert [read.segment for read in bench.reads()] == [0]
+    bench.data(0.016, 0, [0], flags=wire.FLAG_SHARED)
+    assert [read.segment for read in bench.reads()] == [1, 2]
+
+
 def test_an_answer_that_the_home_gathered_for_others_is_no_round_trip() -> None:
     """Until there is one, reads gather by what the caller allowed."""
     bench = Bench(gather_ms=80, auto_gather_max_ms=50, window_initial=1, window_shared=1)

@@ -56,9 +56,10 @@ class Bench:
         now: float = 0.0,
         block: BlockId = BLOCK,
         retry: bool = False,
+        marked: bool = False,
         **rest: Any,
     ) -> None:
-        flags = wire.FLAG_RETRY if retry else 0
+        flags = (wire.FLAG_RETRY if retry else 0) | (wire.FLAG_SHARED if marked else 0)
         if wanted != FULL:
             flags = wire.FLAG_PARTIAL
         frame = Frame(wire.OP_READ, *block, segment=segment, wanted=wanted, flags=flags, **rest)
@@ -241,7 +242,9 @@ def test_a_groups_read_that_is_repeated_is_answered_by_the_end_of_what_went_out(
         {"group": 5, "retry": True, "now": 2.1},  # too long ago
         {"group": 5, "now": 1.0},  # read anew
         {"group": 5, "retry": True, "now": 1.0, "reader": 2},  # another reader's first was lost
-        {"retry": True, "now": 1.0},  # for itself alone
+        {"retry": True, "now": 0.1},  # for itself alone
+        {"group": 6, "retry": True, "now": 0.1, "reader": 2},  # in another group
+        {"group": 5, "now": 0.1, "reader": 2},  # no switch has passed the answer on
     ],
 )
 def test_what_may_be_no_impatience_is_answered_in_full(repeat: dict[str, Any]) -> None:
@@ -251,6 +254,19 @@ def test_what_may_be_no_impatience_is_answered_in_full(repeat: dict[str, Any]) -
     bench.read(**repeat)
     assert len(bench.send(now=repeat["now"])) == 64
     assert bench.core.counters.reads_repeated == 0
+
+
+@pytest.mark.parametrize("retry", [False, True])
+@pytest.mark.parametrize("reader", [1, 2])
+def test_a_groups_read_that_crosses_the_answer_gets_the_end_of_it(reader: int, retry: bool) -> None:
+    """A member is a moment late, or asks twice while the home gathers, and the switch, which has
+    passed the answer on to all of the group, waits for it no more."""
+    bench = Bench()
+    bench.read(group=5, marked=True)
+    assert len(bench.send()) == 64
+    bench.read(group=5, reader=reader, retry=retry, marked=True, now=0.1)
+    [(to, last)] = bench.send(now=0.1)
+    assert (to, last.chunk, last.flags & ~wire.FLAG_SHARED) == (reader, 63, wire.FLAG_LAST)
 
 
 def test_a_groups_read_that_never_arrived_is_answered_in_full_when_repeated() -> None:

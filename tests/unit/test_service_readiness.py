@@ -21,7 +21,7 @@ async def test_signals_set_the_stop_event() -> None:
     event = stop_event(loop)
     try:
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(event.wait(), 10)
+        await asyncio.wait_for(event.wait(), 60)
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
@@ -33,6 +33,6 @@ async def test_a_hangup_looks_at_files_again_and_ends_nothing() -> None:
     reload_on_hangup(loop, looked.set)
     try:
         os.kill(os.getpid(), signal.SIGHUP)
-        await asyncio.wait_for(looked.wait(), 10)
+        await asyncio.wait_for(looked.wait(), 60)
     finally:
         loop.remove_signal_handler(signal.SIGHUP)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.switchsim import ir, loader
 from kvcast.switchsim.ir import ProgramError, UnsupportedConstruct
@@ -239,7 +239,7 @@ def _places(value: object) -> list[tuple[Any, Any]]:
     return found
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 @given(
     name=st.sampled_from(["forwarding", "headers", "externs", "selector", "replication"]),
     where=st.integers(0, 1 << 30),

@@ -36,7 +36,7 @@ async def test_the_ready_lines_facts_are_handed_out_and_all_output_is_logged(
     part = _part(tmp_path, "print('hello', flush=True);" + _READY + "time.sleep(60)")
     await part.start()
     try:
-        assert await part.wait_ready(20) == {"event": "ready", "port": 7}
+        assert await part.wait_ready(60) == {"event": "ready", "port": 7}
         assert part.pid is not None
         assert "hello" in part.log_tail()
     finally:
@@ -48,7 +48,7 @@ async def test_a_part_that_dies_before_it_is_ready_is_told_with_its_log(tmp_path
     part = _part(tmp_path, "import sys; print('no such port', file=sys.stderr); sys.exit(4)")
     await part.start()
     with pytest.raises(PartError, match=r"(?s)thing.*exit status 4.*no such port"):
-        await part.wait_ready(20)
+        await part.wait_ready(60)
     await part.stop()
 
 
@@ -72,12 +72,12 @@ async def test_a_command_that_does_not_exist_is_an_error_of_the_part(tmp_path: P
 async def test_a_killed_part_can_be_started_again(tmp_path: Path) -> None:
     part = _part(tmp_path, _READY + "time.sleep(60)")
     await part.start()
-    await part.wait_ready(20)
+    await part.wait_ready(60)
     first = part.pid
     await part.kill()
     assert part.pid is None
     await part.start()
-    await part.wait_ready(20)
+    await part.wait_ready(60)
     assert part.pid not in (None, first)
     assert part.starts == 2
     await part.stop()
@@ -87,7 +87,7 @@ async def test_a_part_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
     part = _part(tmp_path, code + _READY + "time.sleep(60)")
     await part.start()
-    await part.wait_ready(20)
+    await part.wait_ready(60)
     await part.stop(grace_s=0.2)
     assert part.returncode == -9
 
@@ -97,14 +97,14 @@ async def test_a_grandchild_that_keeps_the_output_open_does_not_block_the_end(
 ) -> None:
     code = (
         "import subprocess,sys; p=subprocess.Popen([sys.executable,'-c','import time;"
-        "time.sleep(8)']); print(p.pid, flush=True);" + _READY + "time.sleep(60)"
+        "time.sleep(120)']); print(p.pid, flush=True);" + _READY + "time.sleep(60)"
     )
     part = _part(tmp_path, code)
     await part.start()
-    await part.wait_ready(20)
+    await part.wait_ready(60)
     grandchild = int(part.log_path.read_text().splitlines()[1])
     try:
-        await asyncio.wait_for(part.stop(), 7)
+        await asyncio.wait_for(part.stop(), 60)
     finally:
         os.kill(grandchild, 9)
 
@@ -121,7 +121,7 @@ def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
             part = Part("child", [sys.executable, "-c", {_READY!r} + "time.sleep(60)"],
                         log_path=Path({str(tmp_path / "child.log")!r}))
             await part.start()
-            await part.wait_ready(20)
+            await part.wait_ready(60)
             print(part.pid, flush=True)
             await asyncio.sleep(60)
 
@@ -133,7 +133,24 @@ def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         child = int(parent.stdout.readline())
         assert _is_alive(child)
         parent.kill()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while _is_alive(child):
         assert time.monotonic() < deadline, "the child outlived its parent"
         time.sleep(0.05)
+
+
+def test_parts_start_whole_from_a_benchmark_that_speaks_grpc() -> None:
+    code = """
+        import subprocess
+        import kvcast.bench, grpc
+        from concurrent.futures import ThreadPoolExecutor
+        from kvcast.topologies.part import die_with_parent
+        server = grpc.server(ThreadPoolExecutor(1))
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+        grpc.channel_ready_future(channel).result(60)
+        for _ in range(150):
+            subprocess.run(["true"], preexec_fn=die_with_parent(), check=True)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

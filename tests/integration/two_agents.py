@@ -1,0 +1,75 @@
+"""A pool of two agents, each a process with its own event loop, and a client beside each.
+
+Owns: the pool, whose keys are all at home at HOME, and the bytes of each block. Must not know: how
+blocks get from one to the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any, Self
+
+from kvcast.bench.incast import home_keys
+from kvcast.bench.stores.links import HOLDER_SIDE, READER_SIDE, STAR, LoopbackLink
+from kvcast.bench.stores.servers import make_pool
+from kvcast.hostagent.client import Client
+from kvcast.topologies.pool import Pool
+
+HOME, OTHER = (STAR.hosts[side].node_id for side in (HOLDER_SIDE, READER_SIDE))
+PATIENCE_S = 20.0
+
+
+def on_a_pool(
+    test: Callable[[Pool, list[bytes]], Coroutine[Any, Any, None]],
+) -> Callable[[], None]:
+    """Run a test on a pool of two agents; its keys are at home at HOME."""
+
+    async def within() -> None:
+        async with make_pool(LoopbackLink()) as pool:
+            await test(pool, home_keys(pool, HOME, 40, test.__name__))
+
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(within(), 100.0))
+
+    run.__name__ = test.__name__
+    return run
+
+
+def content_of(key: bytes, size_bytes: int) -> bytes:
+    return random.Random(key).randbytes(size_bytes)
+
+
+class TwoClients:
+    """A client beside the home of every block, and one beside the other agent."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.home, self.other = (Client(str(pool.sockets[node])) for node in (HOME, OTHER))
+        self.namespace = self.home.namespace("t", "m", "1", "bytes")
+        assert self.other.namespace("t", "m", "1", "bytes") == self.namespace
+
+    @classmethod
+    def warm(cls, pool: Pool, keys: list[bytes], size_bytes: int) -> Self:
+        """Both, after some blocks of that size."""
+        made = cls(pool)
+        for key in keys:
+            made.put_and_look(key, size_bytes)
+        return made
+
+    def put(self, key: bytes, size_bytes: int) -> None:
+        """Put a block where the test puts."""
+        raise NotImplementedError
+
+    def look(self, key: bytes, size_bytes: int) -> None:
+        """See that it is where it should be."""
+        raise NotImplementedError
+
+    def put_and_look(self, key: bytes, size_bytes: int) -> None:
+        """Both."""
+        self.put(key, size_bytes)
+        self.look(key, size_bytes)
+
+    def close(self) -> None:
+        self.home.close()
+        self.other.close()

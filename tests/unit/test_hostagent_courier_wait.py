@@ -1,0 +1,170 @@
+"""When a wait ends for segments that came by RDMA: with several at once, while most of what was
+asked for still comes, and at once where Python has something to do.
+
+Oracle: the segments that each wait tells of. The card is a stand-in (`landing_card`), the socket a
+real one. Cannot see: how long anything takes; no wait here ends by the clock but those that must.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from kvcast.bench.fuzz.courier import Stand
+from kvcast.hostagent import membarrier
+from kvcast.hostagent.core.pushing import Pushes
+from kvcast.hostagent.network.courier import CourierDriver, CourierSelector
+from kvcast.hostagent.network.mover import Mover
+from kvcast.protocol.messages.roce import Place
+from kvcast.protocol.messages.shared import REGION_BYTES
+from kvcast.protocol.placement import Arrived, address_of_buffer
+from landing_card import Card, Reader
+
+pytestmark = pytest.mark.skipif(
+    not membarrier.available(), reason="no membarrier(2), or not x86-64"
+)
+LONG_S = 3600.0
+
+
+class Bed:
+    """A wait, a reader, and who sends to it."""
+
+    def __init__(self, tell_within_s: float) -> None:
+        self.card = Card()
+        self.stand = Stand()
+        self.placement = self.stand.core.requester.placement
+        self.reader = Reader(self.card, 1, self.placement)
+        self.told: list[int] = []
+        self.frames = 0
+        self.home, mine = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
+        for each in (self.home, mine):
+            each.bind(("127.0.0.1", 0))
+        mine.setblocking(False)
+        self.mine = mine
+        self.selector = CourierSelector()
+        self.selector.register(mine, 1)
+        mover = Mover(mine, connected=False, joins=False)
+
+        def placed(arrivals: list[Arrived]) -> None:
+            self.told.extend(arrived.segment for arrived in arrivals)
+
+        def frame(_node: int, _data: bytes) -> None:
+            self.frames += 1
+
+        core = self.stand.core
+        pushes = Pushes(
+            *(self.stand.courier, core.store, core.writes, core.serving, core.outbox, core.metrics),
+            arena_address=address_of_buffer(self.stand.memory),
+            lane=0,
+        )
+        self.driver = CourierDriver(
+            *(self.stand.courier, pushes, self.selector, self.placement),
+            frames=mine,
+            mover=mover,
+            go_on=lambda why, pieces: self.placement.go_on(
+                why, mover.pieces, pieces, placed, frame
+            ),
+            pump=lambda: None,
+            count=lambda: None,
+            lane=None,
+            pins=memoryview(bytearray(REGION_BYTES)),
+            given=lambda _given, _node: None,
+            open_lane=lambda _now: None,
+            close_lane=lambda _now: False,
+            tell_within_s=tell_within_s,
+        )
+        # Frames are Python's unless a lane is open; this one answers nothing.
+        lane: Any = self.driver._no_lane
+        lane.opened = 1
+        for index in range(4):
+            assert self.card.landing.claim(self.reader.place(index), index)
+
+    def come(self, *indices: int) -> None:
+        """Segments come whole, and the ends of their answers."""
+        for index in indices:
+            self.reader.land(index, self.reader.missing[index])
+            self.home.sendto(self.reader.end_of(index), self.mine.getsockname())
+
+    def close(self) -> None:
+        self.driver.close()
+        self.selector.close()
+        self.mine.close()
+        self.home.close()
+
+
+@contextlib.contextmanager
+def bed(tell_within_s: float = LONG_S) -> Iterator[Bed]:
+    made = Bed(tell_within_s)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextlib.contextmanager
+def later(made: Bed, *indices: int) -> Iterator[None]:
+    """These segments come when the wait has begun, on any machine that is not very slow."""
+
+    def come() -> None:
+        time.sleep(0.2)
+        made.come(*indices)
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def test_half_of_what_is_awaited_is_told_of_together() -> None:
+    with bed() as made:
+        made.come(1)
+        with later(made, 2):
+            assert made.driver.wait(None) == []
+        assert made.told == [1, 2]
+
+
+def test_the_end_of_a_block_is_told_of_at_once() -> None:
+    with bed() as made:
+        made.come(0, 1, 2)
+        made.driver.wait(None)
+        assert sorted(made.told) == [0, 1, 2]
+        made.told.clear()
+        for index in range(3):
+            made.card.landing.release(made.reader.place(index))
+        for slot in range(104, 112):
+            assert made.card.landing.claim(Place(0, slot, slot), slot)
+        made.come(3)
+        made.driver.wait(None)
+        assert made.told == [3]
+        assert made.reader.buffer == made.reader.data
+
+
+def test_a_segment_is_told_of_when_nothing_follows_it() -> None:
+    with bed(tell_within_s=0.05) as made:
+        made.come(1)
+        made.driver.wait(None)
+        assert made.told == [1]
+
+
+def test_a_wait_that_ends_for_another_reason_tells_of_it_first() -> None:
+    with bed() as made:
+        made.come(1)
+        made.driver.wait(0.3)
+        assert made.told == [1]
+
+
+def test_what_python_must_decide_is_told_of_at_once_with_what_came_before() -> None:
+    with bed() as made:
+        made.come(1)
+        made.reader.land(2, made.reader.missing[2] & ~2)
+        made.home.sendto(made.reader.end_of(2), made.mine.getsockname())
+        made.driver.wait(None)
+        assert made.told == [1]
+        assert made.frames == 1
