@@ -51,8 +51,11 @@ async def _replay_and_kill(
     phases = Phases.of(tally, outage)
     assert phases.before.wanted > 0, "the kill was too early to show anything"
     assert rate(phases.before) > 0.9
-    # Where the machine is so slow that no request was left, what is played next has the word.
-    assert phases.recovered or not phases.after.wanted, phases
+    # Where the machine is so slow that no request was left, what is played next has the word. So it
+    # has after an agent's death: what was lost with it, or was never written because its requests
+    # failed, is missed once more by whoever wants it first.
+    if part != "agent":
+        assert phases.recovered or not phases.after.wanted, phases
     requests = requests_of("mix", NODES, remote_reads=300, span_s=3.0)  # the same, and faster
     again = make_replay(pool, links, requests, tag="killed", deadline_s=DEADLINE_S)
     after = Phase.of((await again.run()).turns)
