@@ -146,10 +146,12 @@ NOT_OFFERED: Final = 14
 """Its home has not offered another way to the rest."""
 CUT_OFF: Final = 15
 """The conveyor has stopped, or has brought what it should not."""
+DEADLINE: Final = 16
+"""The client waits no longer, which says nothing of the home."""
 REASONS: Final = (
     *("closed", "not_readable", "no_home", "full", "held_bytes", "here", "no_landing"),
     *("silence", "gap", "missed", "wrong_digest", "yielded"),
-    *("no_conveyor", "company", "not_offered", "cut_off"),
+    *("no_conveyor", "company", "not_offered", "cut_off", "deadline"),
 )
 
 # What `hear` returns.
@@ -344,6 +346,7 @@ class Record(Struct):
     size: U64
     digest: U64
     elapsed_ns: U64
+    """FAILED: how long nothing was heard after its READ; 0: something was, or it had not left."""
     rtt_ns: U64
 
 
@@ -1465,6 +1468,9 @@ def give_up(courier: Courier, number: U64, why: U64) -> None:
         record.key = asked.key
         record.rest_of_key = asked.rest_of_key
         record.home = asked.home
+        record.elapsed_ns = 0
+        if asked.state == _ASKED and asked.unread == 0:
+            record.elapsed_ns = asked.until_ns - asked.asked_ns
     asked.state = _ASKED
     _hand_over(courier, number, why)
     while asked.first_joiner != _NOWHERE:
@@ -1511,8 +1517,8 @@ def _without(courier: Courier, first: U64, number: U64) -> U64:
 
 @native
 def _why_late(asked: Asked) -> U64:
-    if asked.state == _ON_CONVEYOR or asked.state == _FOLLOWS:
-        return CUT_OFF
+    if asked.until_ns == asked.end_ns:
+        return DEADLINE
     if asked.waits != 0:
         return NOT_OFFERED
     return GAP if asked.state == _RECEIVING else SILENCE
@@ -1552,7 +1558,7 @@ def expire(courier: Courier, now_ns: U64) -> U64:
                     next_ns = 0 + asked.until_ns
             elif asked.state == _WITH_ANOTHER:
                 _leave_other(courier, i)
-                _hand_over(courier, i, SILENCE)
+                _hand_over(courier, i, DEADLINE)
                 _over(courier, i)
             else:
                 give_up(courier, i, _why_late(asked))

@@ -923,6 +923,9 @@ class Courier:
             self._unanswered[BlockId(told.namespace, told.key)] = None
             self._shunned[told.home] = now + self._requester.config.suspect_s
             self._shuns += 1
+        elif told.flags == courier.DEADLINE:
+            if told.elapsed_ns >= max(1, self._patience_ns[told.home] // 2):
+                self._unanswered[BlockId(told.namespace, told.key)] = None
         elif told.flags == courier.WRONG_DIGEST:
             self._requester.counters.corrupt_blocks += 1
         elif told.flags == courier.NOT_OFFERED:

@@ -241,7 +241,50 @@ def test_nothing_is_waited_for_beyond_a_clients_deadline(stand: Stand) -> None:
     stand.receive(frame_of(2, 0))
     stand.pass_time(0.031)
     assert len(stand.reads) == 1
-    _handed_over(stand, "gap")
+    _handed_over(stand, "deadline")
+
+
+@pytest.mark.parametrize("deadline_ms", [0, 5])
+def test_a_home_is_not_left_alone_for_a_deadline_shorter_than_its_answer_takes(
+    stand: Stand, deadline_ms: int
+) -> None:
+    stand.ask(0, 2, deadline_ms=deadline_ms)
+    stand.pass_time(0.006)
+    assert reasons(stand) == {"deadline": 1}
+    unsolicited = stand.core.requester.counters.unsolicited
+    before = bytes(stand.memory)
+    stand.bring(2)
+    assert bytes(stand.memory) == before, "nobody waits for that any more"
+    assert stand.core.requester.counters.unsolicited == unsolicited + LAST + 1
+    stand.ask(0, 3)
+    stand.bring(3)
+    assert (stand.given, reasons(stand)) == (1, {"deadline": 1})
+    stand.end()
+
+
+@pytest.mark.parametrize(("deadline_ms", "flags"), [(20, 0), (30, FLAG_RETRY)])
+def test_a_read_that_was_out_for_long_at_the_deadline_is_repeated(
+    stand: Stand, deadline_ms: int, flags: int
+) -> None:
+    """A switch may hold the first; nothing is to be repeated while its answer is likely to come."""
+    stand.ask(0, 2, deadline_ms=deadline_ms)
+    stand.pass_time(0.031)
+    assert reasons(stand) == {"deadline": 1}
+    stand.core.reads.prefetch(stand.now, NAMESPACE, [key_of(2)], stand.now + 0.5)
+    sent = [frame for _, frame in stand.core.requester.frames_to_send()]
+    assert [(frame.key, frame.flags) for frame in sent] == [(key_of(2), flags)]
+    stand.bring(2)
+    stand.end()
+
+
+def test_who_waits_with_another_waits_until_its_own_deadline(stand: Stand) -> None:
+    stand.ask(0, 2)
+    stand.ask(1, 2, deadline_ms=5)
+    stand.pass_time(0.006)
+    assert reasons(stand) == {"deadline": 1}
+    stand.bring(2)
+    assert stand.given == 1
+    stand.end()
 
 
 def test_a_home_is_waited_for_as_long_as_the_requester_does(stand: Stand) -> None:
@@ -894,7 +937,7 @@ def test_what_is_given_up_goes_nowhere_while_it_still_comes(large: Stand) -> Non
     rest = content_of(12)[SEGMENT_BYTES:]
     large.brought(header + rest[:1000])
     large.pass_time(0.11)
-    assert reasons(large) == {"cut_off": 1}
+    assert reasons(large) == {"deadline": 1}
     before = bytes(large.memory)
     large.brought(rest[1000:])
     assert bytes(large.memory) == before
