@@ -344,10 +344,10 @@ class Link(AgentLink):
         finally:
             for task in under_way:
                 task.cancel()
-        whole = opened.gap // groups
-        for index in range(min(whole, len(tiers))):
-            self._counters.add("load_blocks", tier=TIERS[tiers[index]])
-        self._counters.add("load_bytes", whole * sum(memory.part_bytes))
+            whole = opened.whole
+            for tier in tiers[:whole]:
+                self._counters.add("load_blocks", tier=TIERS[tier])
+            self._counters.add("load_bytes", whole * sum(memory.part_bytes))
 
     async def _bring_turn(
         self,

@@ -54,7 +54,9 @@ class Headroom:
 
     def ran_out(self, now: float) -> None:
         """There was no room, though none was being made."""
-        self._most_bytes = RAN_OUT * self._faded(now)
+        # More than was kept free, whatever for: what was taken may be long forgotten.
+        kept_bytes = self.wanted_bytes(now, self._capacity_bytes)
+        self._most_bytes = RAN_OUT * kept_bytes / SAFETY
         self._at = now
 
     def wanted_bytes(self, now: float, of_bytes: int) -> float:

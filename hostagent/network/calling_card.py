@@ -63,17 +63,19 @@ class Posting(Struct):
 
     descriptor: I32
     padding: I32
-    pair: U64
-    """Of the order that it was given last; 0: to end."""
-    first: U64
-    """The first of its chain."""
     post: U64
     """The driver's function."""
-    refused: U64
-    code: I64
-    """What it said, where it failed."""
     done: U64
     """Orders so far."""
+    refused: U64
+    pair: U64
+    """Of the order that it was given last, where that lies; 0: to end."""
+    first: U64
+    """The first of its chain."""
+    number: U64
+    """What whoever gave the order calls the pair."""
+    code: I64
+    """What the driver said, where it failed."""
 
 
 @native
@@ -88,8 +90,7 @@ def post_orders(p: Posting) -> None:
         code = call_post(p.post, p.pair, p.first, address_of(p) + _REFUSED_AT)
         if code != 0:
             p.code = code
-            p.first = p.pair
-            write(p.descriptor, address_of(p) + _FIRST_AT, _FAILURE_BYTES)
+            write(p.descriptor, address_of(p) + _NUMBER_AT, _FAILURE_BYTES)
         p.done += 1
 
 
@@ -99,15 +100,16 @@ def post_order(post: U64, pair: U64, first: U64, refused: U64) -> I32:
     return call_post(post, pair, first, refused)
 
 
-_ORDER: Final = struct.Struct("=QQ")
-_FAILURE: Final = struct.Struct("=Q8x8xq")
+_ORDER: Final = struct.Struct("=QQQ")
+_FAILURE: Final = struct.Struct("=Qq")
 _ORDER_BYTES: Final = _ORDER.size
 _FAILURE_BYTES: Final = _FAILURE.size
 _NATIVE_POSTING: Final = ctypes_of(Posting)
 _PAIR_AT: Final = _NATIVE_POSTING.pair.offset
-_FIRST_AT: Final = _NATIVE_POSTING.first.offset
+_NUMBER_AT: Final = _NATIVE_POSTING.number.offset
 _REFUSED_AT: Final = _NATIVE_POSTING.refused.offset
-assert _NATIVE_POSTING.code.offset - _FIRST_AT == _FAILURE_BYTES - 8
+assert _NATIVE_POSTING.number.offset - _PAIR_AT == _ORDER_BYTES - 8
+assert _NATIVE_POSTING.code.offset - _NUMBER_AT == _FAILURE_BYTES - 8
 
 
 class _Compiled(NamedTuple):
@@ -124,8 +126,8 @@ def compiled() -> _Compiled:
 
 class Poster:
     """Gives a card its orders: at once, or by the thread. `post`: the driver's function; `failed`:
-    told of a queue pair to which something could not be given, and of an error's number, where that
-    was found out later. On the running loop."""
+    told of a queue pair, by the number that came with the order, to which something could not be
+    given, and of an error's number, where that was found out later. On the running loop."""
 
     def __init__(self, post: int, failed: Callable[[int, int], None]) -> None:
         self._code = compiled()
@@ -142,11 +144,12 @@ class Poster:
         """Whether the thread is at work."""
         return self._socket is not None
 
-    def order(self, pair: int, first: int) -> int:
-        """Give it a chain: an error's number where that is known at once, or 0."""
+    def order(self, pair: int, first: int, number: int) -> int:
+        """Give the queue pair at `pair` the chain at `first`: an error's number where that is known
+        at once, or 0. `number`: of the pair, and of no other for long."""
         if self._socket is not None:
             try:
-                self._socket.send(_ORDER.pack(pair, first))
+                self._socket.send(_ORDER.pack(pair, first, number))
             except OSError as error:
                 return error.errno or 1
             self._ordered += 1
@@ -175,8 +178,8 @@ class Poster:
         assert self._socket is not None
         with contextlib.suppress(BlockingIOError):
             while failure := self._socket.recv(_FAILURE_BYTES):
-                pair, code = _FAILURE.unpack(failure)
-                self._failed(pair, abs(code))
+                number, code = _FAILURE.unpack(failure)
+                self._failed(number, abs(code))
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
 
     def settle(self) -> None:
@@ -191,7 +194,7 @@ class Poster:
             return
         self.settle()
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
-        self._socket.send(_ORDER.pack(0, 0))
+        self._socket.send(_ORDER.pack(0, 0, 0))
         self._thread.join()
         self._socket.close()
         self._socket = None
@@ -226,6 +229,8 @@ class _CallingPair:
         self.completed = completed
         self._psn = secrets.randbits(24)
         self.address = card.new_pair()
+        self.number = -1
+        """By which the card knows it, once it is admitted."""
         self._orders = Orders(card.depth, card.local_key)
         self._free = list(range(card.depth))
         self.working: dict[int, int] = {}
@@ -254,7 +259,7 @@ class _CallingPair:
             local = item.room if isinstance(item, Read) else item.data
             part, order = self._orders.parts[place], sends[place]
             part.address, part.size = libverbs.address_of_memory(local), len(local)
-            order.number = self._card.number_of(self, place)
+            order.number = self.number * self._card.depth + place
             order.opcode = libverbs.READ if reads else libverbs.WRITE
             order.flags, order.next = SIGNALED, 0
             order.address, order.key = item.address, item.key
@@ -263,7 +268,7 @@ class _CallingPair:
             else:
                 previous.next = ctypes.addressof(order)
             previous = order
-        code = self._card.poster.order(self.address, first)
+        code = self._card.poster.order(self.address, first, self.number)
         if code:
             raise VerbsError(f"posting work: {os.strerror(code)}")
 
@@ -291,9 +296,7 @@ class CallingCard:
         self.depth = depth
         self.max_transfer_bytes = port.max_transfer_bytes
         self._pairs: dict[int, _CallingPair] = {}
-        """By number,"""
-        self._numbers: dict[int, int] = {}
-        """and that by address."""
+        """By number."""
         self._next = 0
         self._loop = asyncio.get_running_loop()
         self._card = card = OpenCard(port.name)
@@ -318,10 +321,13 @@ class CallingCard:
         except VerbsError:
             self._card.end_pair(pair.address)
             raise
+        # A number is used again as late as can be: the card may still have completions of a pair
+        # that is gone, and a driver in software keeps them.
         while self._next in self._pairs:
             self._next = (self._next + 1) % _NUMBERS
-        self._pairs[self._next] = pair
-        self._numbers[pair.address] = self._next
+        pair.number = self._next
+        self._pairs[pair.number] = pair
+        self._next = (self._next + 1) % _NUMBERS
         return pair
 
     def new_pair(self) -> int:
@@ -374,13 +380,9 @@ class CallingCard:
         mask = libverbs.STATE | libverbs.SEND_PSN | libverbs.TIMES | libverbs.READS
         self._card.modify(pair, attributes, mask)
 
-    def number_of(self, pair: _CallingPair, place: int) -> int:
-        """What the card calls an order."""
-        return self._numbers[pair.address] * self.depth + place
-
     def end_pair(self, pair: _CallingPair) -> None:
         """It does nothing more; what the card still says of it concerns nobody."""
-        del self._pairs[self._numbers.pop(pair.address)]
+        del self._pairs[pair.number]
         self.poster.settle()
         self._card.end_pair(pair.address)
         self.port.forget(pair)
@@ -413,11 +415,10 @@ class CallingCard:
                 pair.completed(results)
         self._loop.call_soon(self._poll)
 
-    def _not_posted(self, address: int, code: int) -> None:
+    def _not_posted(self, number: int, code: int) -> None:
         """An order could not be given: the pair does nothing more."""
-        number = self._numbers.get(address)
-        if number is not None:
-            pair = self._pairs[number]
+        pair = self._pairs.get(number)
+        if pair is not None:
             problem = f"posting work: {os.strerror(code)}"
             pair.completed([Completed(token, problem) for token in pair.working.values()])
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hostagent_harness import MIB
@@ -21,7 +22,7 @@ from kvcast.hostagent.client import Client
 from kvcast.hostagent.connectors.agent_link import TELL_S
 from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.link import Link, LinkOptions, Turns
-from kvcast.hostagent.connectors.loads import Ended, LoadTable
+from kvcast.hostagent.connectors.loads import Ended, LoadTable, OpenLoad
 from kvcast.hostagent.connectors.naming import (
     HASHING_KEY,
     NamespaceName,
@@ -430,6 +431,45 @@ async def test_a_load_of_which_nothing_is_wanted_any_more_ends_at_once(
         # Others' turns come all the same.
         ended = await asyncio.to_thread(node.load, chain, Memory(None), IDS)
         assert (ended.came, ended.reason) == (4, "")
+
+
+@pytest.mark.parametrize("by_whom", ["scheduler", "link"])
+async def test_of_a_load_that_ends_early_what_came_is_counted_and_no_more(
+    tmp_path: Path, nodes: Callable[..., Node], by_whom: str
+) -> None:
+    async with running_pool(tmp_path, 1) as (pool, _):
+        node = nodes(pool.sockets["node-1"])
+        chain = hashes("a", 4)
+        await asyncio.to_thread(node.save, chain, Memory(1), IDS)
+        node.counters.take()
+        meter = node.table.meter
+        parts = 0
+
+        def came(now: float, blocks: float, *, near: bool) -> None:
+            nonlocal parts
+            parts += 1
+            if parts == 2 * len(PARTS) + 1:
+                if by_whom == "link":
+                    raise TimeoutError
+                node.table.take(now + 600.0)
+
+        node.table.meter = Mock(opened=meter.opened, closed=meter.closed, came=came)
+
+        def load() -> OpenLoad:
+            load = Load("r", 1, 0, chain, IDS, 60.0)
+            opened = node.link.load(load, node.table, Memory(None))
+            end = time.monotonic() + PATIENCE_S
+            while node.link._tasks or not parts:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            return opened
+
+        opened = await asyncio.to_thread(load)
+        whole = opened.whole
+        assert 0 < whole < 4
+        counts = node.counters.take()
+        assert sum(n for name, n in counts.items() if name.startswith("load_blocks")) == whole
+        assert counts["load_bytes"] == whole * sum(PARTS)
 
 
 async def test_loads_on_a_slow_link_take_turns_and_on_a_dead_one_nobody_waits_for_ever() -> None:
