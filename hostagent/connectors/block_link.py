@@ -46,7 +46,14 @@ from kvcast.hostagent.connectors.transfers import (
     Allowance,
     Transfer,
 )
-from kvcast.hostagent.connectors.weighing import MEMORY_TOKENS, Meter, Weighed, Weighing
+from kvcast.hostagent.connectors.weighing import (
+    MEMORY_TOKENS,
+    PROBE_BLOCKS,
+    Meter,
+    Verdict,
+    Weighed,
+    Weighing,
+)
 from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.protocol.messages.local import TIERS
 
@@ -73,11 +80,23 @@ _log = logging.getLogger("kvcast.connector")
 @dataclass(frozen=True, slots=True)
 class Named:
     """A block's name in the pool: its namespace, and its key of 16 bytes. `chain`: what it is part
-    of, where one question is about several prefixes (see `GAPS`)."""
+    of, where one question is about several prefixes (see `GAPS`). `request`: whose that is, where
+    one question is of several requests; none of a request's chains is of use without the others."""
 
     namespace: NamespaceName
     key: bytes
     chain: str = field(default="", compare=False)
+    request: str = field(default="", compare=False)
+
+
+@dataclass(slots=True)
+class _Promised:
+    """By the answer to one question, so far."""
+
+    blocks: int = 0
+    """That are not in this node's memory."""
+    probing: set[str] = field(default_factory=set)
+    """Requests of which a few blocks are loaded to see how fast they come."""
 
 
 Room: TypeAlias = memoryview | tuple[memoryview, ...]
@@ -156,13 +175,16 @@ class BlockLink(AgentLink):
                     transfer.settle(index, FAILED)
 
         async def ask() -> None:
+            promised = _Promised()
             for (namespace, _), indices in _grouped(names, lambda one: (one.namespace, one.chain)):
                 wanted = [at for at in indices if not transfer.is_settled(at)]
                 client = await self._connected()
                 number = await self._number(client, namespace)
                 keys = [names[at].key for at in wanted]
                 found = await self._held(client, number, keys, transfer.deadline, GAPS)
-                worth = self._worth(client, number, keys, found)
+                near = client.near(number, keys[: _prefix(found)])
+                request = names[indices[0]].request
+                worth = self._worth(found, near, request, promised)
                 for place, (at, is_held) in enumerate(zip(wanted, found, strict=True)):
                     worthwhile = CAME if place < worth else SLOWER
                     transfer.settle(at, worthwhile if is_held else NOT_HELD)
@@ -186,24 +208,30 @@ class BlockLink(AgentLink):
             passed += 1
         return held
 
-    def _worth(self, client: AsyncClient, number: int, keys: list[bytes], found: list[bool]) -> int:
-        """Before which of a chain's blocks, as far as they are held, loading is worth it."""
-        held = found.index(False) if False in found else len(found)
+    def _worth(self, found: list[bool], near: int, request: str, promised: _Promised) -> int:
+        """Before which of a chain's blocks, as far as they are `found`, loading is worth it. `near`
+        of them, from the first, are in this node's memory."""
+        held = _prefix(found)
         if not held:
-            return len(keys)
-        near = client.near(number, keys[:held])
+            return len(found)
         taken = held
         with self._state_lock:
             if self._weighing is not None and near < held:
                 now, far = time.monotonic(), held - near
-                verdict = self._weighing.take(now, far, self._loading, 0, self._options.load_s)
+                wait = self._loading + promised.blocks
+                verdict = self._weighing.take(now, far, wait, 0, self._options.load_s)
+                if verdict.why == "probe":
+                    promised.probing.add(request)
+                elif not verdict.blocks and request in promised.probing:
+                    verdict = Verdict(min(far, PROBE_BLOCKS), "probe")
+                promised.blocks += verdict.blocks
                 taken = near + verdict.blocks
                 self._counters.add("weighed", verdict=verdict.why)
             paces = self._weighing.paces if self._weighing is not None else (0.0, 0.0)
         weighed = Weighed.of(held, taken)
         self._counters.add("prefixes", outcome=weighed.outcome)
         self.tell(weighed, paces)
-        return taken if taken < held else len(keys)
+        return taken if taken < held else len(found)
 
     async def _prefetch(self, namespace: NamespaceName, keys: list[bytes]) -> None:
         with contextlib.suppress(KvcastError, UnreachableError):
@@ -491,6 +519,11 @@ def _grouped(names: Sequence[Named], by: Callable[[Named], K]) -> list[tuple[K, 
     for at, name in enumerate(names):
         groups.setdefault(by(name), []).append(at)
     return list(groups.items())
+
+
+def _prefix(found: list[bool]) -> int:
+    """How many there are before the first that is not."""
+    return found.index(False) if False in found else len(found)
 
 
 def _wrong(block: Block, room: Room, verify: bool) -> str:

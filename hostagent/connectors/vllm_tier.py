@@ -151,7 +151,7 @@ class KvcastTier(SecondaryTierManager):  # type: ignore[misc]
         )
 
     def _named(self, key: bytes, chain: str = "") -> Named:
-        return Named(self._namespace, key_of(key), chain)
+        return Named(self._namespace, key_of(key), chain, chain.rpartition(" ")[0])
 
     def _remember(self, job: TransferJob, transfer: Transfer) -> None:
         self._jobs[job.job_id] = job, transfer

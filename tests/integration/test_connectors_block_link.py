@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hostagent_harness import MIB
 from kvcast.hostagent.client import Client
-from kvcast.hostagent.connectors.block_link import GAPS, BlockLink, Named, Room
+from kvcast.hostagent.connectors.block_link import GAPS, BlockLink, Named, Room, _Promised
 from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.naming import NamespaceName, key_of
 from kvcast.hostagent.connectors.options import StoreOptions
@@ -30,6 +31,7 @@ from kvcast.hostagent.connectors.transfers import (
     THERE,
     Transfer,
 )
+from kvcast.hostagent.connectors.weighing import PROBE_BLOCKS, Pace
 from pool_harness import running_pool
 
 NAME = NamespaceName("tests", "model", "1", "layout")
@@ -400,3 +402,34 @@ async def test_a_chain_behind_a_gap_is_weighed_up_to_the_gap(
             assert node.counters.take()["prefixes|outcome=whole"] == 1
 
         await asyncio.to_thread(play)
+
+
+def weighing_link(load_block_s: float) -> tuple[BlockLink, Counters]:
+    """One whose engine computes a block in a millisecond, and that tells nobody."""
+    counters = Counters()
+    link = BlockLink(StoreOptions(socket="", prefill_tokens_per_s=16_000.0), "test", counters)
+    link.tell = Mock()  # type: ignore[method-assign]
+    link.weigh(16)
+    assert link._weighing is not None
+    link._weighing.heard(Pace(100, 100 * load_block_s))
+    return link, counters
+
+
+def test_all_chains_of_a_request_are_probed_or_none() -> None:
+    link, counters = weighing_link(0.1)
+    assert link._weighing is not None
+    link._weighing.loads = False  # and nothing was tried since
+    promised, found = _Promised(), [True] * 20
+    requests = ["a", "a", "b", "a"]
+    worth = [link._worth(found, 0, request, promised) for request in requests]
+    assert worth == [PROBE_BLOCKS, PROBE_BLOCKS, 0, PROBE_BLOCKS]
+    assert link._worth(found, 18, "a", promised) == 20
+    assert link._worth(found, 0, "a", _Promised()) == 0
+    counts = counters.take()
+    assert (counts["weighed|verdict=probe"], counts["weighed|verdict=slower"]) == (4, 2)
+
+
+def test_a_chain_comes_after_those_that_the_same_question_was_promised() -> None:
+    link, _ = weighing_link(0.0004)
+    promised, found = _Promised(), [True] * 20
+    assert [link._worth(found, 0, "a", promised) for _ in range(3)] == [20, 20, 0]
