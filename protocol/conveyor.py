@@ -66,6 +66,9 @@ GATHER_BYTES: Final = 512 * 1024
 """None is added to so many bytes that are leaving."""
 NOBODY: Final = 0xFFFF_FFFF
 
+UNWANTED: Final = 2
+"""Why a conveyor is closed at the reader's end: nobody waits any more for what it was to bring."""
+
 # What a reply says.
 GIVEN_HERE: Final = 1
 """The block's bytes follow."""
@@ -173,6 +176,8 @@ class Expected(Struct):
 
     number: U64
     start: U64
+    likely: U64
+    """The size of its block, as far as that was known."""
 
 
 class Taker(Struct):
@@ -181,7 +186,7 @@ class Taker(Struct):
     node: U32
     """NOBODY: it is free, or closed."""
     broken: U32
-    """Python is to close it."""
+    """Python is to close it; UNWANTED, or 1: it does not do what it should."""
     draft: Annotated[Ptr[Request], Inline(1)]
     requests: Ptr[Request]
     request_count: U64

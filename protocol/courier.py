@@ -53,9 +53,13 @@ from kvcast.native.subset import (
     u64_at,
 )
 from kvcast.protocol.conveyor import (
+    GATHER_BYTES,
     GIVEN_HERE,
     NODES,
     NOT_HERE,
+    REQUESTS,
+    UNWANTED,
+    Expected,
     Reply,
     Taker,
     ask_for,
@@ -148,10 +152,13 @@ CUT_OFF: Final = 15
 """The conveyor has stopped, or has brought what it should not."""
 DEADLINE: Final = 16
 """The client waits no longer, which says nothing of the home."""
+GIVEN_UP: Final = 17
+"""Its client has given it up, and nobody else waits for it."""
 REASONS: Final = (
     *("closed", "not_readable", "no_home", "full", "held_bytes", "here", "no_landing"),
     *("silence", "gap", "missed", "wrong_digest", "yielded"),
     *("no_conveyor", "company", "not_offered", "cut_off", "deadline"),
+    "given_up",
 )
 
 # What `hear` returns.
@@ -346,8 +353,9 @@ class Record(Struct):
     size: U64
     digest: U64
     elapsed_ns: U64
-    """FAILED: how long nothing was heard after its READ; 0: something was, or it had not left."""
     rtt_ns: U64
+    read_ns: U64
+    """FAILED: when its READ left, if nothing has been heard since; else 0."""
 
 
 class Client(Struct):
@@ -1213,6 +1221,7 @@ def _ask_conveyor(
     wanted.namespace = asked.namespace
     if not ask_for(taker):
         return False
+    taker.expected[(taker.first + taker.count - 1) % REQUESTS].likely = asked.promised
     if first:
         taker.until_ns = now_ns + courier.silence_ns
         _due_by(courier, 0 + taker.until_ns)
@@ -1307,8 +1316,6 @@ def _give(courier: Courier, number: U64, of: U64, tier: U64, digest: U64, now_ns
         answer.offset = landing.offset
         answer.size = courier.table[0].copies[landing.copy].size
         answer.digest = digest
-    elif asked.batch != _NOWHERE:
-        answered_one(courier, asked.batch)
     record = courier.records[_record(courier, LANDED if number == of else JOINED, client)]
     record.handle = handle
     record.key = asked.key
@@ -1333,7 +1340,12 @@ def _give(courier: Courier, number: U64, of: U64, tier: U64, digest: U64, now_ns
 def _of_expected(courier: Courier, taker: Taker) -> U64:
     """The question that the first of what a conveyor is to bring is for; MAX_ASKED if it was given
     up."""
-    serial = 0 + taker.expected[taker.first].number
+    return _asked_of(courier, taker.expected[taker.first])
+
+
+@native
+def _asked_of(courier: Courier, expected: Expected) -> U64:
+    serial = 0 + expected.number
     number = serial & ((1 << _ASKED_BITS) - 1)
     asked = courier.asked[number]
     if asked.state == _ON_CONVEYOR and asked.serial == serial:
@@ -1468,9 +1480,9 @@ def give_up(courier: Courier, number: U64, why: U64) -> None:
         record.key = asked.key
         record.rest_of_key = asked.rest_of_key
         record.home = asked.home
-        record.elapsed_ns = 0
+        record.read_ns = 0
         if asked.state == _ASKED and asked.unread == 0:
-            record.elapsed_ns = asked.until_ns - asked.asked_ns
+            record.read_ns = asked.asked_ns
     asked.state = _ASKED
     _hand_over(courier, number, why)
     while asked.first_joiner != _NOWHERE:
@@ -1591,13 +1603,11 @@ def yield_all(courier: Courier) -> None:
 
 @native
 def leave(courier: Courier, client: U64) -> None:
-    """A client is gone: nobody is told what it asked for."""
+    """A client is gone: nobody is told what it asked for, which ends."""
     for i in range(MAX_ASKED):
         asked = courier.asked[i]
         if asked.state != _FREE and asked.client == client:
-            asked.client = NOBODY
-    courier.clients[client].asked = 0
-    courier.clients[client].promised_bytes = 0
+            _leave_asked(courier, asked)
     for i in range(courier.answer_count):
         if courier.answers[i].client == client:
             courier.answers[i].client = NOBODY
@@ -1605,6 +1615,69 @@ def leave(courier: Courier, client: U64) -> None:
         batch = courier.batches[i]
         if batch.open != 0 and batch.client == client:
             batch.client = NOBODY
+    _end_unwanted(courier)
+
+
+@native
+def unask(courier: Courier, client: U64, number: U64) -> None:
+    """A client gives its question of that number up, if there is one: it is told ASK_AGENT, and
+    what others do not wait for ends."""
+    for i in range(MAX_ASKED):
+        asked = courier.asked[i]
+        if asked.state != _FREE and asked.client == client and asked.number == number:
+            _leave_asked(courier, asked)
+    _end_unwanted(courier)
+
+
+@native
+def _leave_asked(courier: Courier, asked: Asked) -> None:
+    """A question's client waits for it no more."""
+    _answer_to(courier, asked)
+    who = courier.clients[asked.client]
+    who.asked -= 1
+    who.promised_bytes -= asked.promised
+    asked.client = NOBODY
+    asked.batch = 0 + _NOWHERE
+
+
+@native
+def _end_unwanted(courier: Courier) -> None:
+    """End questions that nobody waits for: first those that wait with others, then those that
+    follow others, which go on for them."""
+    for turn in range(3):
+        for i in range(MAX_ASKED):
+            asked = courier.asked[i]
+            if asked.state == _FREE or asked.client != NOBODY:
+                continue
+            if asked.state == _WITH_ANOTHER:
+                _leave_other(courier, i)
+                _hand_over(courier, i, GIVEN_UP)
+                _over(courier, i)
+                continue
+            alone = asked.first_joiner == _NOWHERE and asked.first_follower == _NOWHERE
+            if alone and turn != 0 and (turn == 2 or asked.state == _FOLLOWS):
+                give_up(courier, i, GIVEN_UP)
+    for i in range(NODES):
+        taker = courier.takers[i]
+        if taker.broken == 0 and is_in_vain(courier, taker):
+            cut_off(courier, taker)
+            taker.broken = UNWANTED
+
+
+@native
+def is_in_vain(courier: Courier, taker: Taker) -> bool:
+    """Whether a conveyor brings nothing that anybody waits for, and more than its home may have
+    sent already: then another is the shorter way to what is asked for next."""
+    left = 0
+    for i in range(taker.count):
+        expected = taker.expected[(taker.first + i) % REQUESTS]
+        if _asked_of(courier, expected) != MAX_ASKED:
+            return False
+        if i == 0 and taker.taking != 0:
+            left += taker.size - taker.there
+        elif expected.likely > expected.start:
+            left += expected.likely - expected.start
+    return left > GATHER_BYTES
 
 
 @native
@@ -1618,7 +1691,7 @@ def close_batch(courier: Courier, number: U64) -> None:
 
 assert QUESTION.size == ctypes.sizeof(ctypes_of(Question))
 assert ANSWER.size == ctypes.sizeof(ctypes_of(Answer)) - shared.WORD_BYTES
-RECORD: Final = struct.Struct("=IIQ16sIIIIQQQQ")
+RECORD: Final = struct.Struct("=IIQ16sIIIIQQQQQ")
 assert RECORD.size == ctypes.sizeof(ctypes_of(Record))
 
 
@@ -1637,6 +1710,7 @@ class Told(NamedTuple):
     digest: int
     elapsed_ns: int
     rtt_ns: int
+    read_ns: int
 
 
 class Compiled(NamedTuple):
@@ -1649,6 +1723,7 @@ class Compiled(NamedTuple):
     yield_block: Callable[[int, int, int, int, int], bool]
     yield_all: Callable[[int], None]
     leave: Callable[[int, int], None]
+    unask: Callable[[int, int, int], None]
     reply_came: Callable[[int, int], None]
     block_came: Callable[[int, int, int, int], None]
     progressed: Callable[[int, int, int], None]
@@ -1661,7 +1736,7 @@ class Compiled(NamedTuple):
 def compiled() -> Compiled:
     """The compiled functions; made, or read from the cache on disk, when first asked for."""
     functions = (
-        *(hear, frame_came, came, expire, yield_block, yield_all, leave),
+        *(hear, frame_came, came, expire, yield_block, yield_all, leave, unask),
         *(reply_came, block_came, progressed, cut_off, next_read, close_batch),
     )
     library = Library(*functions)

@@ -33,6 +33,7 @@ from kvcast.protocol.messages.questions import (
     TIERS,
 )
 from kvcast.protocol.messages.wire import KEY_BYTES, BlockId
+from kvcast.protocol.requester.events import MissReason
 from kvcast.simulation.model import Model, Name, ViolationError
 
 if TYPE_CHECKING:
@@ -166,8 +167,12 @@ class Client:
         number = self._number()
         numbers = [number]
 
+        gave_up = False
+
         def give_up() -> None:
+            nonlocal gave_up
             if not self.closed:
+                gave_up = True
                 self._session.handle(self.agent.now, local.Release([], numbers))
                 self.agent.pump()
 
@@ -198,7 +203,10 @@ class Client:
             """Ask the agent for what the courier has left to it."""
             blocks = by_courier.blocks
             places = [at for at, block in enumerate(blocks) if block.status == _HANDED_OVER.status]
-            if not places:
+            if gave_up:
+                for at in places:
+                    blocks[at] = local.GotBlock(local.MISS, MissReason.GIVEN_UP.value)
+            if gave_up or not places:
                 answered(by_courier)
                 return
             rest = self._number()
@@ -218,17 +226,16 @@ class Client:
             wanted = [keys[at] for at in places]
             self._ask(local.Get(rest, namespace, wanted, left_s), rest, merged)
 
-        self._asked_courier[number] = lambda by_courier: (
-            partly(by_courier)
-            if by_courier is not None
-            else self._ask(
-                msgspec.structs.replace(
-                    request, deadline_s=max(0.0, deadline_s - (self.agent.now - began))
-                ),
-                number,
-                answered,
-            )
-        )
+        def told(by_courier: local.Got | None) -> None:
+            if by_courier is None and gave_up:
+                by_courier = local.Got(number, [_HANDED_OVER] * len(keys))
+            if by_courier is not None:
+                partly(by_courier)
+                return
+            left_s = max(0.0, deadline_s - (self.agent.now - began))
+            self._ask(msgspec.structs.replace(request, deadline_s=left_s), number, answered)
+
+        self._asked_courier[number] = told
         began = self.agent.now
         kind = GET if len(keys) == 1 else GET_MANY
         question = QUESTION.pack(kind, namespace, int(deadline_s * 1000), number, keys[0], meaning)

@@ -313,6 +313,13 @@ class Stand:
         """A client releases what it holds, or says so."""
         self.say(client, QUESTION.pack(RELEASE, 0, 0, handle, bytes(KEY_BYTES), 0))
 
+    def give_up(self, client: int) -> None:
+        """A client gives up the last of its questions."""
+        for question in list(self.asked[client])[-1:]:
+            self.sessions[client].handle(self.now, local.Release([], [question]))
+            self.settle()
+            assert question not in self.asked[client], "a question that was given up goes on"
+
     def receive(self, datagram: bytes, sender: int = HOME_IP) -> None:
         """A datagram comes."""
         self.core.requester.placement.place_bytes(
@@ -523,6 +530,8 @@ class CourierHarness(Harness):
                     length = (what << 8 | how) % (HEADER_BYTES + 2048)
                     stand.receive(data[at : at + length])
                     at += length
+                case 4 if what >= 128:
+                    stand.give_up(client)
                 case 4:
                     held = list(stand.held[client])
                     stand.give_back(client, held[how % len(held)] if held else how)

@@ -185,7 +185,9 @@ class AsyncClient:
             raise AgentGoneError(f"the agent did not answer within {ask.patience_s} s") from None
         finally:
             self._courier_waiting.pop(number, None)
-            if not taken and future.done() and not future.cancelled():
+            if future.cancelled():
+                self._conversation.give_up([ask.request])
+            elif not taken and future.done():
                 late = future.result()  # it came at the moment at which we were cancelled
                 if late is not None:
                     self._conversation.give_back(late)

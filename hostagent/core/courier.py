@@ -38,6 +38,7 @@ from kvcast.protocol.conveyor import (
     REPLY,
     REQUEST,
     REQUESTS,
+    UNWANTED,
     Expected,
     Request,
     Taker,
@@ -113,8 +114,9 @@ class Holder(Protocol):
     def may_be_given(self) -> tuple[int, int]:
         """(bytes that it holds, bytes up to which the courier may give it more)."""
 
-    def on_the_courier(self, tell: Callable[[int], None]) -> None:
-        """`tell` the courier how many bytes this client holds, whenever that changes."""
+    def on_the_courier(self, tell: Callable[[int], None], give_up: Callable[[int], None]) -> None:
+        """`tell` the courier how many bytes this client holds, whenever that changes; and `give_up`
+        there what it gives up, by the question's number."""
 
     def given(self, handle: int, copy: Copy) -> None:
         """It was told that it holds this copy, which is pinned once for it."""
@@ -382,7 +384,11 @@ class Courier:
         def tell(held_bytes: int) -> None:
             client.held_bytes = held_bytes
 
-        holder.on_the_courier(tell)
+        def give_up(question: int) -> None:
+            if self.in_flight:
+                self.code.unask(self.address, number, question)
+
+        holder.on_the_courier(tell, give_up)
         if self.pushes is not None:
             self.pushes.join(number, holder)
         return number
@@ -395,7 +401,7 @@ class Courier:
             self.pushes.leave(number)
         self.code.leave(self.address, number)
         self._clients[number].state = 0
-        self._holders.pop(number).on_the_courier(lambda _held_bytes: None)
+        self._holders.pop(number).on_the_courier(lambda _held_bytes: None, lambda _question: None)
         self._free.append(number)
 
     def state_of(self, number: int) -> int:
@@ -522,9 +528,11 @@ class Courier:
     def conveyor_gone(self, now: float, number: int) -> None:
         """A conveyor is closed: what it was to bring is asked of the agent."""
         taker = self._takers[number]
+        unwanted = taker.broken == UNWANTED
         self.code.cut_off(self.address, ctypes.addressof(taker))
         self._pending.pop(number, None)
-        self.conveyor_failed(now, taker.node)
+        if not unwanted:
+            self.conveyor_failed(now, taker.node)
         taker.node = NOBODY
         self._conveyed = {each.node for each in self._takers if each.node != NOBODY}
 
@@ -923,8 +931,9 @@ class Courier:
             self._unanswered[BlockId(told.namespace, told.key)] = None
             self._shunned[told.home] = now + self._requester.config.suspect_s
             self._shuns += 1
-        elif told.flags == courier.DEADLINE:
-            if told.elapsed_ns >= max(1, self._patience_ns[told.home] // 2):
+        elif told.flags in (courier.DEADLINE, courier.GIVEN_UP):
+            overdue_ns = told.read_ns + self._patience_ns[told.home] // 2
+            if told.read_ns and overdue_ns <= _ns(now):
                 self._unanswered[BlockId(told.namespace, told.key)] = None
         elif told.flags == courier.WRONG_DIGEST:
             self._requester.counters.corrupt_blocks += 1

@@ -76,6 +76,7 @@ class Session:
         self._pin_rows: dict[BlockId, list[int]] = {}
         self._region: Region | None = None
         self._tell_courier: Callable[[int], None] = lambda _held_bytes: None
+        self._give_up_there: Callable[[int], None] = lambda _question: None
         self._closed = False
         self._in_flight = 0
         self._gets: dict[int, GetBatch] = {}
@@ -280,6 +281,7 @@ class Session:
             self._core.metrics.local_releases_total += 1
             self._release(request)
             for number in request.given_up:
+                self._give_up_there(number)
                 if (batch := self._gets.get(number)) is not None:
                     self._core.reads.give_up(now, batch)
             return
@@ -476,9 +478,10 @@ class Session:
         else:
             self._core.metrics.local_unknown_handles_total += 1
 
-    def on_the_courier(self, tell: Callable[[int], None]) -> None:
-        """`tell` the courier how many bytes this client holds, whenever that changes."""
-        self._tell_courier = tell
+    def on_the_courier(self, tell: Callable[[int], None], give_up: Callable[[int], None]) -> None:
+        """`tell` the courier how many bytes this client holds, whenever that changes; and `give_up`
+        there what it gives up, by the question's number."""
+        self._tell_courier, self._give_up_there = tell, give_up
 
     def _number(self) -> int:
         number = self._next_handle

@@ -253,6 +253,26 @@ async def test_a_client_that_does_not_read_its_answers_loses_its_courier_alone(
 
 
 @on_a_courier
+async def test_a_get_that_is_cancelled_ends_at_its_courier(tmp_path: Path) -> None:
+    async with pool_of_two(tmp_path) as pool:
+        pool.switch.lose = lambda _port, _frame: True
+        client = pool.clients[1]
+        courier = pool.agents[1].core.reads.courier
+        assert courier is not None
+        getting = asyncio.create_task(client.get(1, [key_of(6)], 100.0))
+        await until(lambda: courier.in_flight == 1)
+        getting.cancel()
+        await asyncio.gather(getting, return_exceptions=True)
+        await until(lambda: not courier.in_flight)
+        assert courier.values()["courier_handed_over_given_up_total"] == 1
+        pool.switch.lose = lambda _port, _frame: False
+        (block,) = await client.get(1, [key_of(6)], 60.0)
+        assert block is not None
+        assert bytes(block.data) == noise(6)
+        block.release()
+
+
+@on_a_courier
 async def test_an_agent_that_ends_with_a_question_in_flight_leaves_nothing_behind(
     tmp_path: Path,
 ) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import pytest
 from kvcast.bench.fuzz.courier import (
+    BLOCKS,
     HOME,
     HOME_IP,
+    LARGE,
     NAMESPACE,
     Stand,
     content_of,
@@ -32,7 +34,7 @@ from kvcast.hostagent.core.courier import (
 )
 from kvcast.hostagent.core.spread import BUSY_PERCENT
 from kvcast.hostagent.core.store import StoreRules
-from kvcast.protocol.conveyor import REPLY
+from kvcast.protocol.conveyor import GATHER_BYTES, GIVEN_HERE, REPLY
 from kvcast.protocol.courier import (
     BATCHES,
     CLIENT_OFFENDS,
@@ -268,7 +270,7 @@ def test_a_read_that_was_out_for_long_at_the_deadline_is_repeated(
 ) -> None:
     """A switch may hold the first; nothing is to be repeated while its answer is likely to come."""
     stand.ask(0, 2, deadline_ms=deadline_ms)
-    stand.pass_time(0.031)
+    stand.pass_time(deadline_ms / 1000 + 0.001)
     assert reasons(stand) == {"deadline": 1}
     stand.core.reads.prefetch(stand.now, NAMESPACE, [key_of(2)], stand.now + 0.5)
     sent = [frame for _, frame in stand.core.requester.frames_to_send()]
@@ -651,11 +653,62 @@ def test_a_client_that_goes_leaves_nothing_behind(stand: Stand) -> None:
     stand.bring(3)
     stand.leave(1)
     stand.leave(0)
-    stand.bring(2)  # what was on its way lands all the same
+    assert not stand.courier.in_flight
+    stand.bring(2)
+    assert stand.store.peek(block_of(2)) is None
+    assert reasons(stand) == {"given_up": 1}
+    stand.end()
+
+
+def test_what_is_given_up_ends_and_its_home_is_asked_for_the_next(stand: Stand) -> None:
+    stand.ask(0, 2)
+    stand.receive(frame_of(2, 0))
+    stand.give_up(0)
+    assert not stand.courier.in_flight
+    assert (stand.handed_over, reasons(stand)) == (1, {"given_up": 1})
+    before = bytes(stand.memory)
+    stand.receive(frame_of(2, 1))
+    assert bytes(stand.memory) == before
+    stand.ask(0, 3)
+    stand.bring(3)
+    assert stand.given == 1
+    stand.end()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_one_gives_up_comes_for_the_other(stand: Stand, first: int) -> None:
+    stand.ask(0, 2)
+    stand.ask(1, 2)
+    stand.give_up(first)
+    assert stand.courier.in_flight == 2 - first, "who asked first is who it comes for"
+    stand.bring(2)
+    assert [len(held) for held in stand.held] == [first, 1 - first]
     copy = stand.store.peek(block_of(2))
     assert copy is not None
-    assert copy.pins == 0
-    assert stand.courier.counters.unasked == 1
+    assert copy.pins == 1
+    stand.end()
+
+
+def test_what_all_give_up_ends_whoever_is_first(stand: Stand) -> None:
+    stand.ask(0, 2)
+    stand.ask(1, 2)
+    stand.give_up(0)
+    stand.give_up(1)
+    assert not stand.courier.in_flight
+    stand.end()
+
+
+@pytest.mark.parametrize(("waited_s", "flags"), [(0.02, 0), (0.03, FLAG_RETRY)])
+def test_a_read_that_was_out_for_long_when_it_was_given_up_is_repeated(
+    stand: Stand, waited_s: float, flags: int
+) -> None:
+    stand.ask(0, 2)
+    stand.pass_time(waited_s)
+    stand.give_up(0)
+    stand.core.reads.prefetch(stand.now, NAMESPACE, [key_of(2)], stand.now + 0.5)
+    sent = [frame for _, frame in stand.core.requester.frames_to_send()]
+    assert [(frame.key, frame.flags) for frame in sent] == [(key_of(2), flags)]
+    stand.bring(2)
     stand.end()
 
 
@@ -949,14 +1002,71 @@ def test_what_is_given_up_goes_nowhere_while_it_still_comes(large: Stand) -> Non
     large.end()
 
 
-def test_a_client_that_goes_leaves_a_large_block_on_its_way_to_the_store(large: Stand) -> None:
+def test_what_is_coming_for_a_client_that_goes_is_thrown_away(large: Stand) -> None:
     large.ask(0, 12)
     probe(large, 12)
     large.leave(0)
+    assert large.conveyor is not None, "so little is not worth another connection"
+    before = bytes(large.memory)
     large.reply()
-    copy = large.store.peek(block_of(12))
-    assert copy is not None
-    assert copy.pins == 0
+    assert bytes(large.memory) == before
+    assert large.store.peek(block_of(12)) is None
+    large.ask(0, 13)
+    probe(large, 13)
+    large.reply()
+    assert large.given == 1
+    large.end()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_conveyor_is_closed_that_brings_much_for_nobody(large: Stand, begun: bool) -> None:
+    blocks = range(LARGE, BLOCKS)
+    assert sum(len(content_of(block)) for block in blocks) - SEGMENT_BYTES > GATHER_BYTES
+    large.ask_many(0, blocks)
+    probe(large, LARGE)
+    assert len(large.wanted) == len(blocks)
+    if begun:
+        wanted, content = large.wanted[0], content_of(LARGE)
+        header = REPLY.pack(wanted.number, wanted.digest, len(content), GIVEN_HERE)
+        large.brought(header + content[wanted.start :][:1000])
+    large.give_up(0)
+    assert large.conveyor is None
+    assert reasons(large) == {"given_up": len(blocks)}
+    large.end()
+
+
+def test_a_conveyor_that_was_closed_since_nobody_waited_is_made_anew_at_once(large: Stand) -> None:
+    large.ask_many(0, range(LARGE, BLOCKS))
+    probe(large, LARGE)
+    large.give_up(0)
+    assert large.conveyor is None
+    large.ask(0, 12)
+    assert reasons(large)["no_conveyor"] == 1
+    assert large.courier.take_wish(large.now) == HOME
+    large.end()
+
+
+def test_a_conveyor_stays_that_brings_something_that_another_waits_for(large: Stand) -> None:
+    large.ask_many(0, range(LARGE, BLOCKS))
+    large.ask(1, 14)
+    probe(large, LARGE)
+    large.give_up(0)
+    assert reasons(large) == {"given_up": BLOCKS - LARGE - 1}
+    while large.wanted:
+        large.reply()
+    assert [len(held) for held in large.held] == [0, 1]
+    large.end()
+
+
+def test_a_first_that_others_follow_goes_on_for_them(large: Stand) -> None:
+    large.ask_many(0, range(LARGE, BLOCKS))
+    large.ask(1, 14)
+    large.give_up(0)
+    assert reasons(large) == {"given_up": BLOCKS - LARGE - 2}
+    probe(large, LARGE)
+    while large.wanted:
+        large.reply()
+    assert [len(held) for held in large.held] == [0, 1]
     large.end()
 
 
