@@ -287,6 +287,7 @@ async def test_an_agent_that_ends_with_a_question_in_flight_leaves_nothing_behin
         await agent.close()
         with pytest.raises(AgentGoneError):
             await waiting
+        assert not courier.in_flight
         store = agent.core.store
         assert not any(store.peek(block).pins for block in store.blocks())  # type: ignore[union-attr]
         store.check()
