@@ -229,7 +229,9 @@ class Cluster:
         if former is not None and former.settled and not pool_map.settled and self._calm():
             self._check_handed_over(former, pool_map)
         number = {node.index: int(node.node_id.removeprefix("node-")) for node in pool_map.nodes}
-        self.model.homes_are([[number[i] for i in bucket] for bucket in pool_map.buckets])
+        buckets = list(map(tuple, pool_map.buckets))
+        hosts = {nodes: [number[i] for i in nodes] for nodes in set(buckets)}  # few, of 1,024
+        self.model.homes_are([hosts[nodes] for nodes in buckets])
 
     def _may_answer(self, guarded: frozenset[tuple[int, str]]) -> None:
         for bucket, node_id in guarded:

@@ -217,7 +217,7 @@ class Model:
         self._holders: dict[Name, dict[int, int]] = defaultdict(dict)  # host -> its life
         self._acknowledged: set[Name] = set()
         self._ever_home: dict[int, set[int]] = defaultdict(set)  # bucket -> hosts
-        self._now_home: dict[int, list[int]] = {}
+        self._now_home: list[list[int]] = []  # by bucket
         # what is in flight
         self._requests: dict[int, Request] = {}
         self._due: list[tuple[float, int]] = []
@@ -273,9 +273,10 @@ class Model:
 
     def homes_are(self, buckets: list[list[int]]) -> None:
         """The controller has published a map: for every bucket the hosts that are its homes."""
+        before, self._now_home = self._now_home, buckets
         for bucket, hosts in enumerate(buckets):
-            self._ever_home[bucket].update(hosts)
-            self._now_home[bucket] = hosts
+            if not before or hosts != before[bucket]:
+                self._ever_home[bucket].update(hosts)
         for copy in list(self._passed_on):
             self._perhaps_excused(copy)
 
@@ -284,7 +285,7 @@ class Model:
         self._ever_home[bucket].add(host)
 
     def homes_of(self, name: Name) -> list[int]:
-        return self._now_home.get(_bucket(name[1]), [])
+        return self._now_home[_bucket(name[1])] if self._now_home else []
 
     def was_home(self, host: int, key: bytes) -> bool:
         return host in self._ever_home[_bucket(key)]

@@ -126,6 +126,9 @@ class Pushes:
         self._receivers = self._array(pushing.Receiver, NODES)
         self._ended = self._array(pushing.Ended, pushing.ENDED)
         self._landed = self._array(pushing.Landed, pushing.LANDED)
+        self._open_pushers: dict[int, Any] = {}
+        """By number, the ends of connections that stand: nothing moves on others."""
+        self._open_receivers: dict[int, Any] = {}
         self._hints = (ctypes.c_uint32 * pushing.TICKETS)()
         self._mine = (ctypes.c_uint32 * BUCKETS)()
         self._homes = (ctypes.c_uint32 * (BUCKETS * MOST_HOMES))(*[NOBODY] * BUCKETS * MOST_HOMES)
@@ -338,6 +341,7 @@ class Pushes:
             if pusher.node == NOBODY:
                 pusher.node = node
                 pusher.broken = pusher.first = pusher.count = pusher.sent = pusher.heard = 0
+                self._open_pushers[number] = pusher
                 return number
         return None
 
@@ -348,7 +352,7 @@ class Pushes:
 
     def pusher_gone(self, now: float, number: int) -> None:
         """A connection is closed: what went on it is the agent's."""
-        pusher = self._pushers[number]
+        pusher = self._open_pushers.pop(number)
         self.code.end_pusher(self.address, ctypes.addressof(pusher), _ns(now))
         self.pusher_failed(now, pusher.node)
         pusher.node = NOBODY
@@ -360,12 +364,13 @@ class Pushes:
                 receiver.node = node
                 receiver.broken = receiver.taking = receiver.verdict_count = 0
                 receiver.landing = NOWHERE
+                self._open_receivers[number] = receiver
                 return number
         return None
 
     def receiver_gone(self, number: int) -> None:
         """A connection is closed: what was coming does not come."""
-        receiver = self._receivers[number]
+        receiver = self._open_receivers.pop(number)
         if receiver.landing != NOWHERE:
             self.withdraw(receiver.landing)
         receiver.node = NOBODY
@@ -384,19 +389,17 @@ class Pushes:
     def take_cut_off(self) -> tuple[list[int], list[int]]:
         """The pushers and the receivers that are to be closed."""
         self.native.cut = 0
-        pushers = [n for n, end in enumerate(self._pushers) if end.broken and end.node != NOBODY]
-        receivers = [
-            n for n, end in enumerate(self._receivers) if end.broken and end.node != NOBODY
-        ]
+        pushers = sorted(n for n, end in self._open_pushers.items() if end.broken)
+        receivers = sorted(n for n, end in self._open_receivers.items() if end.broken)
         return pushers, receivers
 
     def still(self, now: float) -> list[int]:
         """The receivers that have waited for too long for what was begun."""
-        return [
+        return sorted(
             number
-            for number, end in enumerate(self._receivers)
-            if end.node != NOBODY and end.taking and now - end.since_ns / 1e9 > STILL_S
-        ]
+            for number, end in self._open_receivers.items()
+            if end.taking and now - end.since_ns / 1e9 > STILL_S
+        )
 
     def pusher(self, number: int) -> Any:
         """Our end of a connection, for whoever moves its bytes."""
@@ -417,13 +420,12 @@ class Pushes:
     def expire(self, now: float) -> float | None:
         """End what has stood still; when the next will have, or is one of `still`; None: nothing
         moves."""
+        if not self._open_pushers and not self._open_receivers:
+            return None
         self.code.expire_pushes(self.address, _ns(now))
-        times = [end.until_ns / 1e9 for end in self._pushers if end.count and not end.broken]
-        times += [
-            end.since_ns / 1e9 + STILL_S
-            for end in self._receivers
-            if end.node != NOBODY and end.taking
-        ]
+        pushers, receivers = self._open_pushers.values(), self._open_receivers.values()
+        times = [end.until_ns / 1e9 for end in pushers if end.count and not end.broken]
+        times += [end.since_ns / 1e9 + STILL_S for end in receivers if end.taking]
         return min(times, default=None)
 
     def piece_to_send(self, number: int, at_most: int, now: float) -> tuple[bytes, bool]:
