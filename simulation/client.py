@@ -9,8 +9,9 @@ middle.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 from kvcast.hostagent.client.local_blocks import Found, LocalBlocks
@@ -18,7 +19,7 @@ from kvcast.hostagent.core.sessions import Session
 from kvcast.hostagent.core.writes import ACK_LOCAL
 from kvcast.protocol.messages import local, shared
 from kvcast.protocol.messages.questions import (
-    ACK_BY_DEFAULT,
+    ACKS,
     ANSWER,
     FIRST_HANDLE,
     GET,
@@ -30,6 +31,7 @@ from kvcast.protocol.messages.questions import (
     PUT_QUESTION,
     QUESTION,
     RELEASE,
+    ROOM,
     TIERS,
 )
 from kvcast.protocol.messages.wire import KEY_BYTES, BlockId
@@ -55,6 +57,14 @@ nothing is owed."""
 
 _HANDED_OVER: Final = local.GotBlock("handed_over")
 """What the courier has left to the agent."""
+
+
+class _Room(NamedTuple):
+    """What a client was given to write, and has written."""
+
+    name: Name
+    content: bytes
+    ticket: int
 
 
 class Client:
@@ -88,7 +98,7 @@ class Client:
         self._waiting: dict[int, Callable[[local.AgentReply], None]] = {}
         self._next = 1
         self._asked_courier: dict[int, Callable[[local.Got | None], None]] = {}
-        self._asked_to_put: dict[int, Callable[[local.Committed | None], None]] = {}
+        self._asked_to_put: dict[int, Callable[[list[local.PutBlock | None]], None]] = {}
         self._courier: int | None = None
         if agent.courier is not None:
             self._courier = agent.courier.join(self._session)
@@ -336,89 +346,139 @@ class Client:
         then: Callable[[str], None] | None = None,
     ) -> None:
         """Put a block; `give_up`: write half of it, and never commit."""
+        self._put([name], [content], "", give_up=give_up, then=then)
+
+    def put_many(self, names: list[Name], contents: list[bytes], ack: local.PutAck) -> None:
+        """Put blocks of one namespace together; `ack` as `local.Commit` has it."""
+        self._put(names, contents, ack)
+
+    def _put(
+        self,
+        names: list[Name],
+        contents: list[bytes],
+        ack: local.PutAck,
+        *,
+        give_up: bool = False,
+        then: Callable[[str], None] | None = None,
+    ) -> None:
         number = self._number()
-        namespace, key = name
+        world = self._host.world
 
         def allocated(reply: local.AgentReply) -> None:
             if isinstance(reply, local.Failed):
-                self._host.world.counts[f"put.{reply.status}"] += 1
+                world.counts[f"put.{reply.status}"] += len(names)
                 return
             assert isinstance(reply, local.Allocated)
-            (extent,) = reply.extents
-            if extent.status != local.OK:
-                self._host.world.counts[f"put.{extent.status}"] += 1
-                return
-            length = len(content) // 2 if give_up else len(content)
-            self._host.memory[extent.offset : extent.offset + length] = content[:length]
-            if not give_up:
-                self._commit(name, content, extent.ticket, then)
+            rooms = []
+            for name, content, extent in zip(names, contents, reply.extents, strict=True):
+                if extent.status != local.OK:
+                    world.counts[f"put.{extent.status}"] += 1
+                    continue
+                length = len(content) // 2 if give_up else len(content)
+                self._host.memory[extent.offset : extent.offset + length] = content[:length]
+                rooms.append(_Room(name, content, extent.ticket))
+            if rooms and not give_up:
+                self._commit(rooms, ack, then)
 
-        parent, depth = self._before(name)
-        alloc = local.Alloc(number, namespace, [key], [len(content)], [parent], [depth])
+        before = [self._before(name) for name in names]
+        alloc = local.Alloc(
+            *(number, names[0][0], [key for _, key in names], list(map(len, contents))),
+            *([parent for parent, _ in before], [depth for _, depth in before]),
+        )
         self._ask(alloc, number, allocated)
 
     def _commit(
-        self, name: Name, content: bytes, ticket: int, then: Callable[[str], None] | None
+        self, rooms: list[_Room], ack: local.PutAck, then: Callable[[str], None] | None
     ) -> None:
         host, model, world = self._host, self._model, self._host.world
-        model.put_begins(host.number, name, content)
-        token = model.begins(host.number, name, "put", world.now + PUT_BOUND_S, frozenset())
-        number = self._number()
+        for name, content, _ in rooms:
+            model.put_begins(host.number, name, content)
+        due = world.now + PUT_BOUND_S
+        tokens = {
+            room.ticket: model.begins(host.number, room.name, "put", due, frozenset())
+            for room in rooms
+        }
         core = self.agent.core
+        sure = (ack or core.options.writes.put_ack) != ACK_LOCAL
 
-        def committed(reply: local.AgentReply) -> None:
-            model.ends(token)
+        def ended(rooms: list[_Room], reply: local.AgentReply) -> None:
             if isinstance(reply, local.Failed):
-                world.counts[f"put.{reply.status}"] += 1
-                return
-            assert isinstance(reply, local.Committed)
-            (result,) = reply.blocks
-            world.counts[f"put.{result.status}"] += 1
-            sure = core.options.writes.put_ack != ACK_LOCAL
-            model.put_ended(host.number, name, result.status == local.OK and sure)
-            if then is not None:
-                then(result.status)
+                blocks = [local.PutBlock(reply.status)] * len(rooms)
+            else:
+                assert isinstance(reply, local.Committed)
+                blocks = reply.blocks
+            for room, result in zip(rooms, blocks, strict=True):
+                model.ends(tokens[room.ticket])
+                world.counts[f"put.{result.status}"] += 1
+                ok = result.status == local.OK
+                model.put_ended(
+                    *(host.number, room.name, ok and sure),
+                    copies=result.copies if ok else 0,
+                    digest=result.digest if ok else 0,
+                )
+                if then is not None and not isinstance(reply, local.Failed):
+                    then(result.status)
 
-        def is_home() -> bool:
-            return core.pool is not None and core.pool.is_home(BlockId(*name))
+        def is_home(room: _Room) -> bool:
+            return core.pool is not None and core.pool.is_home(BlockId(*room.name))
 
-        def by_a_message() -> None:
-            if is_home():
-                # What follows makes this host one of those that have the block.
-                model.acknowledged(host.number, host.memory_lives, name)
-            self._ask(local.Commit(number, [ticket]), number, committed)
+        def by_a_message(rooms: list[_Room]) -> None:
+            for room in rooms:
+                if is_home(room):
+                    # What follows makes this host one of those that have the block.
+                    model.acknowledged(host.number, host.memory_lives, room.name)
+            number = self._number()
+            commit = local.Commit(number, [room.ticket for room in rooms], ack)
+            self._ask(commit, number, functools.partial(ended, rooms))
 
-        meaning = self._local.meaning(name[0])
+        namespace, key = rooms[0].name
+        meaning = self._local.meaning(namespace)
         if self._courier is None or meaning is None:
-            by_a_message()
+            by_a_message(rooms)
             return
-        was_home = is_home()
+        was_home = set(filter(is_home, rooms))
 
-        def by_the_courier(put: local.Committed | None) -> None:
-            if put is None:
-                by_a_message()
-                return
-            if was_home or is_home():
-                model.acknowledged(host.number, host.memory_lives, name)
-            committed(put)
+        def by_the_courier(put: list[local.PutBlock | None]) -> None:
+            if len(put) != len(rooms) and put != [None]:
+                raise ViolationError(2, f"{len(rooms)} blocks were put, and {len(put)} answered")
+            if len(put) < len(rooms):
+                put = [None] * len(rooms)
+            left = []
+            for room, result in zip(rooms, put, strict=True):
+                if result is None:
+                    left.append(room)
+                    continue
+                if room in was_home or is_home(room):
+                    model.acknowledged(host.number, host.memory_lives, room.name)
+                ended([room], local.Committed(number, [result]))
+            if left:
+                by_a_message(left)
 
+        number = self._number()
         self._asked_to_put[number] = by_the_courier
         question = PUT_QUESTION.pack(
-            *(PUT, name[0], ACK_BY_DEFAULT, number, name[1], meaning, ticket)
+            *(PUT, namespace, ACKS.index(ack), number, key, meaning, rooms[0].ticket)
         )
-        self.agent.ask_courier(self._courier, question)
+        further = b"".join(ROOM.pack(room.name[1], room.ticket) for room in rooms[1:])
+        self.agent.ask_courier(self._courier, question + further)
 
     def _was_put(self, number: int, answer: bytes) -> None:
         """The courier's answer to a put."""
-        status, _, _, _, _, _, copies, digest = ANSWER.unpack(answer)
         then = self._asked_to_put.pop(number)
         if self.closed:
             return
-        if status == PUT_HOME:
-            self._host.world.counts["put.by_the_courier"] += 1
-            then(local.Committed(number, [local.PutBlock(local.OK, copies, digest)]))
-        else:
-            then(None)
+        put: list[local.PutBlock | None] = []
+        for status, _, _, of, _, _, copies, digest in ANSWER.iter_unpack(answer):
+            if status != PUT_HOME:
+                put.append(None)
+                continue
+            if of != number:
+                raise ViolationError(2, f"host {self._host.number}: answers of two puts are one")
+            put.append(local.PutBlock(local.OK, copies, digest))
+        counts = self._host.world.counts
+        counts["put.by_the_courier"] += len(put) - put.count(None)
+        counts["put.together_by_the_courier"] += (len(put) - put.count(None)) * (len(put) > 1)
+        then(put)
 
     # --- the rest ---------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -245,7 +246,7 @@ class Cluster:
             return
         number = {node.index: int(node.node_id.removeprefix("node-")) for node in pool_map.nodes}
         self.world.counts["handed_over"] += 1
-        for block in self.plan.blocks:
+        for block in self.plan.all_blocks:
             bucket = bucket_of(block.name[1])
             before = [number[i] for i in former.buckets[bucket][: former.settled]]
             now = [number[i] for i in pool_map.buckets[bucket]]
@@ -536,7 +537,8 @@ class Cluster:
         if client is None:
             return
         host = self.hosts[number]
-        blocks = [self.plan.blocks[n] for n in op.blocks]
+        all_blocks = self.plan.all_blocks
+        blocks = [all_blocks[n] for n in op.blocks]
         names = [block.name for block in blocks]
 
         def act() -> None:
@@ -558,6 +560,11 @@ class Cluster:
                     )
                 case "put":
                     client.put(names[0], blocks[0].copies[op.copy])
+                case "put_many":
+                    copies = [each.copies[op.copy % len(each.copies)] for each in blocks]
+                    client.put_many(names, copies, op.ack)
+                    if op.leaves_after_s is not None:
+                        self.world.after(op.leaves_after_s, lambda: self._leave(number, client))
                 case "half_put":
                     client.put(names[0], blocks[0].copies[op.copy], give_up=True)
                 case "exists":
@@ -567,15 +574,22 @@ class Cluster:
                 case "drop":
                     client.drop(names[0])
                 case _:
-                    # A client goes without a word; its agent finds what it held.
                     assert op.kind == "leave_open", op.kind
-                    client.close()
-                    self.model.voided(number)
-                    self._clients[number] = Client(
-                        client.agent, self.model, self._owed, self.plan.before
-                    )
+                    self._leave(number, client)
 
         host.when_running(client.agent, act)
+
+    def _leave(self, number: int, client: Client) -> None:
+        """A client goes without a word, its agent finds what it held; and another comes."""
+
+        def leave() -> None:
+            if client.closed:
+                return
+            client.close()
+            self.model.voided(number)
+            self._clients[number] = Client(client.agent, self.model, self._owed, self.plan.before)
+
+        self.hosts[number].when_running(client.agent, leave)
 
     def _gives_up_s(self, op: Op, number: int) -> float | None:
         """After how long a client waits no more for this get, if it does not wait to the end."""
@@ -634,6 +648,7 @@ class Cluster:
             users = [h for h in self._clients if self.model.may_use(h, block.name[0])]
             for number in rng.sample(users, min(2, len(users))):
                 self._clients[number].get([block.name], 6.0, hold_s=0.0)
+        self._look_at_more(rng)
         refused: list[str] = []
         for number, client in self._clients.items():
             name = (OPEN, rng.randbytes(16))
@@ -648,6 +663,14 @@ class Cluster:
         if refused and self._calm():
             raise ViolationError(2, f"nothing is wrong, and a put was refused: {refused[0]}")
         self._step_to(self.world.now + 0.5)
+
+    def _look_at_more(self, rng: random.Random) -> None:
+        """The same of what was put with others, all of a namespace by one get."""
+        for namespace in dict.fromkeys(block.name[0] for block in self.plan.more):
+            names = [block.name for block in self.plan.more if block.name[0] == namespace]
+            users = [h for h in self._clients if self.model.may_use(h, namespace)]
+            for number in rng.sample(users, min(2, len(users))):
+                self._clients[number].get(names, 6.0, hold_s=0.0)
 
     def _count_strays(self, name: Name) -> None:
         """Count a block that somebody who acknowledged it still holds, but no home of today."""

@@ -215,7 +215,7 @@ class Model:
         self._passed_on: set[Copy] = set()  # forgeries that a plain network has let through
         self._invented: set[Copy] = set()  # forgeries that count as copies now
         self._holders: dict[Name, dict[int, int]] = defaultdict(dict)  # host -> its life
-        self._acknowledged: set[Name] = set()
+        self._acknowledged: dict[Name, set[int]] = defaultdict(set)  # hosts, ever
         self._ever_home: dict[int, set[int]] = defaultdict(set)  # bucket -> hosts
         self._now_home: list[list[int]] = []  # by bucket
         # what is in flight
@@ -248,13 +248,27 @@ class Model:
     def acknowledged(self, host: int, life: int, name: Name) -> None:
         """A home has said that it holds the block."""
         self._holders[name][host] = life
-        self._acknowledged.add(name)
+        self._acknowledged[name].add(host)
 
-    def put_ended(self, host: int, name: Name, ok: bool) -> None:
-        """The pool has answered a put."""
-        if ok and name not in self._acknowledged:
+    def put_ended(
+        self, host: int, name: Name, ok: bool, *, copies: int = 0, digest: int = 0
+    ) -> None:
+        """The pool has answered a put. `ok`: that a home has it; `copies`: that so many have;
+        `digest`: of which bytes, 0 = it does not say."""
+        there = len(self._acknowledged.get(name, ()))
+        if ok and not there:
             raise ViolationError(
                 3, f"a put of {_show(name)} at host {host} was acknowledged, and no home has it"
+            )
+        if copies > there:
+            raise ViolationError(
+                3,
+                f"host {host} was told of {copies} copies of {_show(name)} at homes, of which "
+                f"{there} have acknowledged one",
+            )
+        if digest and (*name, digest) not in self._by_digest:
+            raise ViolationError(
+                1, f"host {host} was told of a put of {_show(name)} with another's digest"
             )
 
     def exist(self, host: int, names: list[Name]) -> None:

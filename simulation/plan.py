@@ -16,6 +16,8 @@ from typing import Final, NamedTuple
 
 from kvcast.controller.core.namespaces import number_of
 from kvcast.protocol.messages.control import POLICIES, TIERS, NamespaceSettings
+from kvcast.protocol.messages.local import PutAck
+from kvcast.protocol.messages.questions import MAX_MANY
 from kvcast.simulation.model import Name, pending_set_of
 from kvcast.simulation.model_writes import slot_of
 
@@ -63,6 +65,10 @@ class Op:
     gather_ms: int = 0
     sheds: bool = True
     """Afterwards hosts that are no home forget the block, so that the next read is a real one."""
+    ack: PutAck = ""
+    """What several puts wait for; "" = what the agent was started with."""
+    leaves_after_s: float | None = None
+    """The client goes so long after it has begun to put them; None = it stays."""
 
 
 _BULK: Final = frozenset({"bulk_broken", "bulk_deaf", "bulk_liar"})
@@ -190,11 +196,18 @@ class Plan:
     """Whether hosts say that their links carry little, so that they give out replicas."""
     bulk_link_bits_per_s: int = 0
     """What agents believe that the link carries by which blocks leave over TCP; 0 = not known."""
+    more: tuple[Block, ...] = ()
+    """Blocks that nobody puts but with others, several at once."""
+
+    @property
+    def all_blocks(self) -> tuple[Block, ...]:
+        """By what `Op.blocks` counts."""
+        return self.blocks + self.more
 
     def before(self, name: Name) -> tuple[bytes, int]:
         """The key of the block before this one in its prefix (b"" = it is the first), and how many
         are before it: a namespace's blocks are one prefix, as engines tell it."""
-        mine = list(dict.fromkeys(block.name for block in self.blocks if block.name[0] == name[0]))
+        mine = list(dict.fromkeys(b.name for b in self.all_blocks if b.name[0] == name[0]))
         depth = mine.index(name) if name in mine else 0
         return (mine[depth - 1][1] if depth else b""), depth
 
@@ -283,6 +296,7 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
     blocks = _blocks(seed, rights, everything=everything, zones=zones)
     draft = _Draft(seed, random.Random(f"{seed}/ops"), planned, rights, blocks)
     _draft_ops(draft)
+    more = _draft_many(draft) if seed % 10 in (0, 5, 7) else []
     plain = rng.random() < 0.1
     faults = _faults(seed, planned, fault_kinds, hostile=plain)
     # Nothing but the agents themselves stands against a hostile host on a plain network; what
@@ -353,6 +367,7 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
         hosts=hosts,
         rights=rights,
         blocks=tuple(draft.blocks),
+        more=tuple(more),
         ops=tuple(op for op in draft.ops if op.number not in mask.ops),
         faults=tuple(f for f in faults if f.number not in mask.faults),
         # Mostly so few that some hosts are no homes, and must read from others.
@@ -529,6 +544,68 @@ def _draft_other(draft: _Draft, phase: int) -> None:
     _add(draft, phase, at, kind, (host,), (number,), copy=rng.randrange(len(block.copies)))
 
 
+def _draft_many(draft: _Draft) -> list[Block]:
+    """Hosts put several blocks at once, and others read some of them; drawn apart, after all else,
+    and mostly of blocks of their own, so that plans stay as they are otherwise. Most blocks are of
+    one size, and a host puts some soon after the others, since what is pushed goes on a connection
+    that stands to a home where blocks like it have come. Some are put twice at once, or lie in the
+    pool already; and some clients go in the middle."""
+    rng = random.Random(f"{draft.seed}/many puts")
+    more: list[Block] = []
+    size = rng.choice((rng.randrange(1, 1025), 1024, rng.randrange(1025, 6000)))
+    for _ in range(rng.randrange(2, 6)):
+        namespace = rng.choice(list(draft.rights))
+        users = sorted(draft.rights[namespace])
+        host, phase = rng.choice(users), rng.choice((0, 1, 1, 1, 2))
+        at = rng.uniform(0.2, (CALM_S, CHAOS_S, FINAL_S)[phase])
+        for _ in range(rng.choice((1, 3, 4))):
+            _draft_batch(draft, rng, more, namespace, host, phase, at, size)
+            at += rng.uniform(0.01, 0.3)
+    return more
+
+
+def _draft_batch(
+    draft: _Draft,
+    rng: random.Random,
+    more: list[Block],
+    namespace: int,
+    host: int,
+    phase: int,
+    at: float,
+    size: int,
+) -> None:
+    there = [*draft.blocks, *more]
+    mine = [n for n, block in enumerate(there) if block.name[0] == namespace]
+    blocks: list[int] = []
+    count = rng.choice((2, 2, 3, 5, 12))
+    if rng.random() < 0.04:  # as many as one question takes, small enough for any arena
+        count, size = MAX_MANY, rng.randrange(1, 129)
+    for _ in range(count):
+        if mine and rng.random() < 0.15:
+            blocks.append(rng.choice(mine))
+        elif blocks and rng.random() < 0.05:
+            blocks.append(rng.choice(blocks))
+        else:
+            length = size if rng.random() < 0.9 else rng.randrange(1, 3 * size)
+            copies = tuple(rng.randbytes(length) for _ in range(rng.choice((1, 1, 1, 2))))
+            blocks.append(len(draft.blocks) + len(more))
+            more.append(Block((namespace, rng.randbytes(16)), length, copies))
+    acks: tuple[PutAck, ...] = ("", "", "home", "replicas", "replicas", "local")
+    _add(
+        *(draft, phase, at, "put_many", (host,), tuple(blocks)),
+        copy=rng.randrange(2),
+        ack=rng.choice(acks),
+        leaves_after_s=rng.choice((0.0, 0.0002, 0.002, 0.02)) if rng.random() < 0.15 else None,
+    )
+    users = sorted(draft.rights[namespace])
+    _add(
+        *(draft, phase, at + rng.uniform(0.0, 0.5), "get", tuple(rng.sample(users, 2))),
+        tuple(dict.fromkeys(rng.sample(blocks, min(len(blocks), 4)))),
+        deadline_s=3.0,
+        sheds=rng.random() < 0.9,
+    )
+
+
 def _add(
     draft: _Draft,
     phase: int,
@@ -543,11 +620,13 @@ def _add(
     hold_s: float = 0.01,
     gather_ms: int = 0,
     sheds: bool = True,
+    ack: PutAck = "",
+    leaves_after_s: float | None = None,
 ) -> None:
     draft.ops.append(
         Op(
             len(draft.ops), phase, at, kind, hosts, blocks, copy, spread_s, deadline_s, hold_s,
-            gather_ms, sheds,
+            gather_ms, sheds, ack, leaves_after_s,
         )
     )  # fmt: skip
 

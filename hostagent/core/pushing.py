@@ -354,6 +354,7 @@ class Pushes:
         """A connection is closed: what went on it is the agent's."""
         pusher = self._open_pushers.pop(number)
         self.code.end_pusher(self.address, ctypes.addressof(pusher), _ns(now))
+        self._pending.pop(-1 - number, None)
         self.pusher_failed(now, pusher.node)
         pusher.node = NOBODY
 

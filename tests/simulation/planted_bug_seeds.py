@@ -36,6 +36,8 @@ SEEDS: dict[str, Known] = {
     "what is evicted stays in the index that clients read": Known(1, 1, 2),
     "bytes that came by TCP are stored under the digest that was promised": Known(1, 1, 1),
     "what came by RDMA is not compared with its digest": Known(191, 11, 191),
+    "what is pushed home is not compared with its digest": Known(300, 24, 300),
+    "of blocks that are put together the last is answered first": Known(5, 1, 5),
     "what comes from the object store is not compared with its digest": Known(38, 7, 38),
     "what an RDMA connection held when it broke is never given back": Known(9, 2, 9),
     "TCP requests are served whatever their namespace": Known(15, 1, 19),

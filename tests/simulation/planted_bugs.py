@@ -39,8 +39,11 @@ from kvcast.hostagent.core.writing import Writing
 from kvcast.hostagent.tiers import index as index_module
 from kvcast.hostagent.tiers.policies.value import Value
 from kvcast.hostagent.tiers.ssd import layout
+from kvcast.native.subset import U64, native, size_of
 from kvcast.p4 import artefact
 from kvcast.p4.definitions import Kind
+from kvcast.protocol import pushing
+from kvcast.protocol.courier import Answer, Courier
 from kvcast.protocol.lane import Lane
 from kvcast.protocol.links import rdma_caller, stream
 from kvcast.protocol.links.bulk_callee import BulkCallee
@@ -49,6 +52,7 @@ from kvcast.protocol.links.control_caller import ControlCaller
 from kvcast.protocol.links.departures import Departures
 from kvcast.protocol.links.rdma_callee import RdmaCallee
 from kvcast.protocol.messages.control import HandedOver
+from kvcast.protocol.messages.shared import WORD_BYTES
 from kvcast.protocol.messages.wire import FLAG_LAST, FLAG_RETRY, OP_DATA, BlockId
 from kvcast.protocol.requester import requester
 from kvcast.protocol.requester.asking import Asker
@@ -174,6 +178,11 @@ def _replicates(plan: Plan) -> bool:
 def _writes(plan: Plan) -> bool:
     """Shared answers come by RDMA."""
     return plan.zones and not plan.plain
+
+
+def _puts_together(plan: Plan) -> bool:
+    """Clients put several blocks at once."""
+    return bool(plan.more)
 
 
 def _ages_on_disk(plan: Plan) -> bool:
@@ -407,6 +416,39 @@ def _put_not_verified() -> Any:
         return original(self, header, copy_, header.digest)
 
     return mock.patch.object(Serving, "end_put", end)
+
+
+@native
+def _any_bytes(_receiver: pushing.Receiver, _digest: U64) -> bool:
+    return True
+
+
+@bug("what is pushed home is not compared with its digest", 1, faults=["bulk_corruption"])
+def _push_not_verified() -> Any:
+    return _pushing_with("has_digest", _any_bytes)
+
+
+@native
+def _backwards(courier: Courier, number: U64, place: U64) -> U64:
+    batch = courier.batches[number]
+    size = size_of(Answer) - WORD_BYTES
+    return batch.answers + (batch.count - 1 - place) * size - WORD_BYTES
+
+
+@bug("of blocks that are put together the last is answered first", 1, 3, only=_puts_together)
+def _put_answers_backwards() -> Any:
+    return _pushing_with("answer_in", _backwards)
+
+
+@contextmanager
+def _pushing_with(function: str, mistake: Any) -> Iterator[None]:
+    """Puts by compiled code, with one of their functions replaced."""
+    compiled = functools.cache(pushing.compiled.__wrapped__)
+    with (
+        mock.patch.object(pushing, function, mistake),
+        mock.patch.object(pushing, "compiled", compiled),
+    ):
+        yield
 
 
 @bug("what comes from the object store is not compared with its digest", 1, faults=["cold_lies"])

@@ -103,6 +103,20 @@ def test_a_forgery_under_a_homes_address_counts_as_a_copy() -> None:
     pool.reader_has_it()
 
 
+def test_an_answer_to_a_put_is_about_that_block_and_counts_homes_that_have_it() -> None:
+    """So answers to blocks that were put together cannot stand at each other's places."""
+    model, other = _Pool().model, (NAME[0], bytes(16))
+    model.put_begins(READER, NAME, b"its bytes")
+    model.put_begins(READER, other, b"another's")
+    model.acknowledged(HOME, 1, NAME)
+    mine = wire.digest_of(b"its bytes")
+    model.put_ended(READER, NAME, True, copies=1, digest=mine)
+    with pytest.raises(ViolationError, match=r"^invariant 3: .* 2 copies .* 1 have acknowledged"):
+        model.put_ended(READER, NAME, True, copies=2, digest=mine)
+    with pytest.raises(ViolationError, match=r"^invariant 1: .* with another's digest"):
+        model.put_ended(READER, NAME, True, digest=wire.digest_of(b"another's"))
+
+
 def test_where_the_switch_guards_no_other_address_passes() -> None:
     pool = _Pool()
     pool.model.enabled = lambda: True

@@ -73,6 +73,18 @@ def test_a_seed_is_the_same_run_in_another_process(product: Product) -> None:
     assert traces == {run_seed(9, product).trace}
 
 
+def test_blocks_are_put_together_in_every_way_and_by_compiled_code(product: Product) -> None:
+    """Of one question some are pushed, some end here, and some are the agent's."""
+    plans = [plan_of(seed, Mask()) for seed in range(1, 61)]
+    puts = [(plan, op) for plan in plans for op in plan.ops if op.kind == "put_many"]
+    assert {op.ack for _, op in puts} == {"", "home", "replicas", "local"}
+    assert any(op.leaves_after_s is not None for _, op in puts)
+    assert any(len(op.blocks) == 128 for _, op in puts)
+    assert any(len(set(op.blocks)) < len(op.blocks) for _, op in puts)
+    assert any(min(op.blocks) < len(plan.blocks) for plan, op in puts)
+    assert run_seed(5, product).counts["put.together_by_the_courier"] > 0
+
+
 def test_what_a_mask_leaves_out_moves_nothing_else() -> None:
     seed = next(s for s in range(1, 50) if len(plan_of(s, Mask()).faults) > 2)
     whole = plan_of(seed, Mask())
