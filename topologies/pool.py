@@ -28,7 +28,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from kvcast.hostagent.client import AsyncClient, KvcastError
@@ -193,12 +192,7 @@ class Pool:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._close()
 
     async def _start(self) -> None:

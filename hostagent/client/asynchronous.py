@@ -12,7 +12,6 @@ import functools
 import socket
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from types import TracebackType
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
 from kvcast.hostagent.client.blocking import has_ended
@@ -391,12 +390,7 @@ class AsyncClient:
     async def __aenter__(self) -> AsyncClient:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 

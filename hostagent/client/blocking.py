@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import Concatenate, Final, ParamSpec, TypeVar, cast
 
 from kvcast.hostagent.client.conversation import READ_BYTES, Arrived, Ask, Call, Conversation
@@ -373,10 +372,5 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

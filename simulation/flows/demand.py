@@ -42,7 +42,6 @@ class Demand:
     read_block: Ints
     read_home: Ints
     block_bytes: Ints
-    written_bytes: int = 0
 
     @property
     def read_bytes(self) -> Ints:
@@ -132,7 +131,6 @@ def demand_of(
         np.array([r.gather_ms * 1_000_000 for r in requests], np.int64),
         *columns(table),
         np.full(len(blocks), block_bytes, np.int64),
-        len(written) * block_bytes,
     )
 
 

@@ -93,40 +93,32 @@ class Outcome:
     """What one run came to.
 
     `read_end`: (reads,), when each read was whole. `fetch_ns`: one for each get that had something
-    to fetch (a request on a node), in order of request and node; `fetch_request`, `fetch_node` say
-    whose. `link_bytes`: frames' bytes on each link, (links,). Counters are totals.
+    to fetch (a request on a node), in order of request and node. `link_bytes`: frames' bytes on
+    each link, (links,). Counters are totals.
     """
 
     request_start: Ints
     read_end: Ints
     fetch_ns: Ints
-    fetch_request: Ints
-    fetch_node: Ints
     link_bytes: Ints
     home_payload_bytes: int
-    switch_payload_bytes: int
-    """Payload that came from switch memory."""
+    """With what is sent again, by estimate, for readers that joined a piece of several segments
+    midway."""
     peer_payload_bytes: int
     delivered_payload_bytes: int
     reads_sent: int
     """READs of segments that reached a switch."""
     switch_passes: int
     """Frames into all switches' ingress pipelines."""
-    switch_copies: int
-    """Frames out of them."""
     joined_pieces: int
     pieces: int
     pending_peak: int
     """Segments waited for at once, at the busiest home's switch."""
     collisions: int
     """Pieces that met another piece's entry in their place of the pending table."""
-    repaired_bytes: int
-    """Payload sent again, by estimate, for readers that joined a piece of several segments midway;
-    also in `home_payload_bytes`."""
     rounds: int
     unsettled: float
     """Share of the pieces that the last round moved by more than UNSETTLED_NS."""
-    span_ns: int
 
     @property
     def fetch_ms(self) -> NDArray[np.float64]:
@@ -556,14 +548,12 @@ class _Run:
         carried = np.bincount(source[sends], self.wire[sends], links)
         carried += np.bincount(self.sink, self.wire, links)
         passes = int(pieces.frames[sends & ~self.memory].sum())
-        copies = int(pieces.frames.sum())
         for hop in hops:
             crosses = np.flatnonzero(hop != NONE)
             _, chosen = np.unique(self._copies(hop, leader)[crosses], return_index=True)
             chosen = crosses[chosen]
             carried += np.bincount(hop[chosen], self.wire[chosen], links)
-            frames = int(pieces.frames[chosen].sum())
-            passes, copies = passes + frames, copies + frames
+            passes += int(pieces.frames[chosen].sum())
         # A READ is for a segment; of pieces that are less, the first of each asks for all.
         segments = np.zeros(len(everybody), np.int64)
         begins = pieces.first_of_unit
@@ -592,24 +582,18 @@ class _Run:
             request_start=start,
             read_end=read_end,
             fetch_ns=ended - start[request],
-            fetch_request=request,
-            fetch_node=names % demand.nodes,
             link_bytes=np.rint(carried).astype(np.int64),
             home_payload_bytes=home_payload,
-            switch_payload_bytes=int(pieces.payload[self.memory].sum()),
             peer_payload_bytes=int(pieces.payload[from_peer].sum()),
             delivered_payload_bytes=int(pieces.payload.sum()),
             reads_sent=reads_sent,
             switch_passes=passes + reads_sent,
-            switch_copies=copies + int(segments[up].sum()),
             joined_pieces=int((~sends).sum()),
             pieces=len(everybody),
             pending_peak=peak,
             collisions=collisions,
-            repaired_bytes=repaired,
             rounds=rounds,
             unsettled=unsettled,
-            span_ns=int(done.max(initial=0)),
         )
 
     def _pending(self, chosen: Ints, ask: Ints, until: Ints, segments: Ints) -> tuple[int, int]:
@@ -670,22 +654,16 @@ def _nothing(demand: Demand, fabric: Fabric) -> Outcome:
         request_start=start,
         read_end=none,
         fetch_ns=none,
-        fetch_request=none,
-        fetch_node=none,
         link_bytes=links,
         home_payload_bytes=0,
-        switch_payload_bytes=0,
         peer_payload_bytes=0,
         delivered_payload_bytes=0,
         reads_sent=0,
         switch_passes=0,
-        switch_copies=0,
         joined_pieces=0,
         pieces=0,
         pending_peak=0,
         collisions=0,
-        repaired_bytes=0,
         rounds=0,
         unsettled=0.0,
-        span_ns=0,
     )

@@ -12,7 +12,6 @@ import contextlib
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -364,7 +363,3 @@ async def running_pool(
         yield pool
     finally:
         await pool.stop()
-
-
-def with_requester(options: Options, config: RequesterConfig) -> Options:
-    return replace(options, agent=replace(options.agent, requester=config))

@@ -8,9 +8,10 @@ agents get; what /v1/status counts. Cannot see: that the tables make packets go 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest_asyncio
@@ -217,16 +218,24 @@ async def test_a_controller_that_was_stopped_for_a_while_blames_no_agent(lab: La
     assert all(n["placed"] for n in after["nodes"])
 
 
+@contextlib.contextmanager
+def wired(*numbers: int) -> Iterator[tuple[list[str], Callable[[int, bytes], int]]]:
+    """Sockets in the place of hosts: the ports of a switch on these, and what sends it a frame on
+    one of them."""
+    ports = {n: own_port() for n in numbers}
+    with contextlib.ExitStack() as stack:
+        wires = {n: stack.enter_context(socket.socket(type=socket.SOCK_DGRAM)) for n in numbers}
+        for wire in wires.values():
+            wire.bind(("127.0.0.1", 0))
+        specs = [
+            f"{n}=udp:{own_address()}:{port}:127.0.0.1:{wires[n].getsockname()[1]}"
+            for n, port in ports.items()
+        ]
+        yield specs, lambda n, data: wires[n].sendto(data, (own_address(), ports[n]))
+
+
 async def test_reads_on_the_wire_make_a_block_resident_and_port_sets_recur(lab: Lab) -> None:
-    ports = {n: own_port() for n in (1, 2, 3)}
-    wires = {n: socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for n in ports}
-    for wire in wires.values():
-        wire.bind(("127.0.0.1", 0))
-    specs = [
-        f"{n}=udp:{own_address()}:{port}:127.0.0.1:{wires[n].getsockname()[1]}"
-        for n, port in ports.items()
-    ]
-    try:
+    with wired(1, 2, 3) as (specs, send):
         switch = await lab.switch("127.0.0.1:0", *specs)
         controller = await lab.controller(
             switch.facts["grpc"], "--min-reads=0.1", "--replicas=0", "--heat-threshold=2"
@@ -247,7 +256,7 @@ async def test_reads_on_the_wire_make_a_block_resident_and_port_sets_recur(lab: 
                 for reader in readers:
                     wire = Encapsulation(endpoint(reader), endpoint(home))
                     frame = Frame(OP_READ, block.namespace, block.key, wanted=FULL_SEGMENT)
-                    wires[reader].sendto(wire.wrap(encode(frame)), (own_address(), ports[reader]))
+                    send(reader, wire.wrap(encode(frame)))
                     await asyncio.sleep(0.02)
 
         async with asyncio.timeout(TIMEOUT_S):
@@ -264,9 +273,6 @@ async def test_reads_on_the_wire_make_a_block_resident_and_port_sets_recur(lab: 
         code, body = await http(controller, "GET", "/v1/decisions")
         assert code == 200
         assert {d["decision"] for d in body["decisions"]} >= {"admit"}
-    finally:
-        for wire in wires.values():
-            wire.close()
 
 
 def endpoint(number: int) -> Endpoint:
@@ -429,15 +435,7 @@ async def test_switch_hits_reach_the_home_as_credit(lab: Lab) -> None:
     """A resident that was filled by DATA on the wire serves READs; the home hears of each."""
     from kvcast.protocol.messages.wire import CHUNK_BYTES, FLAG_LAST, OP_DATA
 
-    ports = {n: own_port() for n in (1, 2)}
-    wires = {n: socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for n in ports}
-    for wire in wires.values():
-        wire.bind(("127.0.0.1", 0))
-    specs = [
-        f"{n}=udp:{own_address()}:{port}:127.0.0.1:{wires[n].getsockname()[1]}"
-        for n, port in ports.items()
-    ]
-    try:
+    with wired(1, 2) as (specs, send):
         switch = await lab.switch("127.0.0.1:0", *specs)
         controller = await lab.controller(switch.facts["grpc"], "--admit=pin", "--replicas=0")
         agents = [await lab.agent(controller, n) for n in (1, 2)]
@@ -457,12 +455,12 @@ async def test_switch_hits_reach_the_home_as_credit(lab: Lab) -> None:
                 size=2 * CHUNK_BYTES, chunk=chunk, payload=bytes([chunk]) * CHUNK_BYTES,
             )  # fmt: skip
             wrapped = Encapsulation(endpoint(home), endpoint(reader)).wrap(encode(data))
-            wires[home].sendto(wrapped, (own_address(), ports[home]))
+            send(home, wrapped)
         await until(controller, lambda s: s["fills"].get("filled") == 2)
         read = Frame(OP_READ, namespace, block.key, wanted=FULL_SEGMENT)
         for _ in range(3):
             wrapped = Encapsulation(endpoint(reader), endpoint(home)).wrap(encode(read))
-            wires[reader].sendto(wrapped, (own_address(), ports[reader]))
+            send(reader, wrapped)
         seen = await until(controller, lambda s: s["residents"][0]["hits"] == 3)
         assert seen["decisions"]["hit"] == 3
         credited = 0
@@ -474,6 +472,3 @@ async def test_switch_hits_reach_the_home_as_credit(lab: Lab) -> None:
         assert (await http(controller, "DELETE", "/v1/pin", pin))[0] == 200
         await until(controller, lambda s: not s["residents"] and s["slots"]["free"] == 256)
         assert "resident" not in await tables_of(switch.facts["grpc"])
-    finally:
-        for wire in wires.values():
-            wire.close()

@@ -15,7 +15,7 @@ import pytest
 from kvcast.hostagent import membarrier
 from kvcast.hostagent.client import KvcastError
 from kvcast.topologies.pool import Pool
-from two_agents import HOME, PATIENCE_S, TwoClients, content_of, on_a_pool
+from two_agents import HOME, PATIENCE_S, TwoClients, content_of, on_a_pool, on_clients
 
 pytestmark = pytest.mark.skipif(
     not membarrier.available(), reason="no membarrier(2), or not x86-64"
@@ -43,48 +43,39 @@ class Engines(TwoClients):
         return self.other.stats()["courier_conveyed_bytes_total"]
 
 
-@on_a_pool
-async def test_large_blocks_come_by_the_conveyor_once_there_is_one(
-    pool: Pool, keys: list[bytes]
+@on_clients(Engines)
+def test_large_blocks_come_by_the_conveyor_once_there_is_one(
+    engines: Engines, keys: list[bytes]
 ) -> None:
-    def read() -> None:
-        with contextlib.closing(Engines(pool)) as engines:
-            sizes = [300_000] * 12 + [1_000_000] * 12 + [5_000_000] * 6
-            for key, size_bytes in zip(keys, sizes, strict=False):
-                engines.put_and_look(key, size_bytes)
-            # A machine that is busy may take longer than the courier waits, so some come otherwise.
-            assert engines.conveyed_bytes() > 0
-            sent = engines.home.stats()
-            received = engines.other.stats()
-            by_tcp = received["payload_bytes_received_bulk_get_total"]
-            assert sent["payload_bytes_sent_bulk_get_total"] == by_tcp
-            assert by_tcp + received["payload_bytes_received_udp_total"] == sum(sizes)
-
-    await asyncio.to_thread(read)
+    sizes = [300_000] * 12 + [1_000_000] * 12 + [5_000_000] * 6
+    for key, size_bytes in zip(keys, sizes, strict=False):
+        engines.put_and_look(key, size_bytes)
+    # A machine that is busy may take longer than the courier waits, so some come otherwise.
+    assert engines.conveyed_bytes() > 0
+    sent = engines.home.stats()
+    received = engines.other.stats()
+    by_tcp = received["payload_bytes_received_bulk_get_total"]
+    assert sent["payload_bytes_sent_bulk_get_total"] == by_tcp
+    assert by_tcp + received["payload_bytes_received_udp_total"] == sum(sizes)
 
 
-@on_a_pool
-async def test_many_blocks_come_by_one_question(pool: Pool, keys: list[bytes]) -> None:
+@on_clients(Engines)
+def test_many_blocks_come_by_one_question(engines: Engines, keys: list[bytes]) -> None:
     size_bytes = 40_000
-
-    def read() -> None:
-        with contextlib.closing(Engines(pool)) as engines:
-            for key in keys[:30]:
-                engines.put(key, size_bytes)
-            engines.get(keys[0], size_bytes)
-            for part in (keys[1:12], keys[12:24], keys[24:36]):
-                outcomes = engines.other.get_outcomes(engines.namespace, part, PATIENCE_S)
-                for key, outcome in zip(part, outcomes, strict=True):
-                    if key in keys[:30]:
-                        assert outcome.block is not None
-                        assert bytes(outcome.block.data) == content_of(key, size_bytes)
-                    else:
-                        assert (outcome.status, outcome.reason) == ("miss", "not_found")
-            stats = engines.other.stats()
-            assert stats["gets_total"] == 36
-            assert stats["misses_total"] == 6
-
-    await asyncio.to_thread(read)
+    for key in keys[:30]:
+        engines.put(key, size_bytes)
+    engines.get(keys[0], size_bytes)
+    for part in (keys[1:12], keys[12:24], keys[24:36]):
+        outcomes = engines.other.get_outcomes(engines.namespace, part, PATIENCE_S)
+        for key, outcome in zip(part, outcomes, strict=True):
+            if key in keys[:30]:
+                assert outcome.block is not None
+                assert bytes(outcome.block.data) == content_of(key, size_bytes)
+            else:
+                assert (outcome.status, outcome.reason) == ("miss", "not_found")
+    stats = engines.other.stats()
+    assert stats["gets_total"] == 36
+    assert stats["misses_total"] == 6
 
 
 @on_a_pool
@@ -126,23 +117,18 @@ async def test_a_home_that_dies_is_done_without_and_comes_back(
     engines.close()
 
 
-@on_a_pool
-async def test_a_home_that_stands_still_is_not_waited_for(pool: Pool, keys: list[bytes]) -> None:
+@on_clients(Engines)
+def test_a_home_that_stands_still_is_not_waited_for(engines: Engines, keys: list[bytes]) -> None:
     size_bytes = 2_000_000
-
-    def read() -> None:
-        with contextlib.closing(Engines(pool)) as engines:
-            for key in keys[:8]:
-                engines.put_and_look(key, size_bytes)
-            for key in keys[8:12]:
-                engines.put(key, size_bytes)
-            pool.pause(HOME)
-            try:
-                (outcome,) = engines.other.get_outcomes(engines.namespace, [keys[8]], 0.3)
-                assert outcome.block is None
-            finally:
-                pool.resume(HOME)
-            for key in keys[9:12]:
-                engines.get(key, size_bytes)
-
-    await asyncio.to_thread(read)
+    for key in keys[:8]:
+        engines.put_and_look(key, size_bytes)
+    for key in keys[8:12]:
+        engines.put(key, size_bytes)
+    engines.pool.pause(HOME)
+    try:
+        (outcome,) = engines.other.get_outcomes(engines.namespace, [keys[8]], 0.3)
+        assert outcome.block is None
+    finally:
+        engines.pool.resume(HOME)
+    for key in keys[9:12]:
+        engines.get(key, size_bytes)

@@ -19,7 +19,7 @@ from kvcast.hostagent import membarrier
 from kvcast.hostagent.client import AsyncClient, Client, KvcastError
 from kvcast.protocol.messages.questions import ACK_HOME, PUT, PUT_QUESTION
 from kvcast.topologies.pool import Pool
-from two_agents import HOME, OTHER, PATIENCE_S, TwoClients, content_of, on_a_pool
+from two_agents import HOME, OTHER, PATIENCE_S, TwoClients, content_of, on_a_pool, on_clients
 
 pytestmark = pytest.mark.skipif(
     not membarrier.available(), reason="no membarrier(2), or not x86-64"
@@ -28,10 +28,12 @@ pytestmark = pytest.mark.skipif(
 _PUT = "courier_put_total"
 
 
-def held_bytes(client: Client) -> float:
-    """What cannot be evicted, but for what is kept ready for blocks to come."""
-    stats = client.stats()
-    return stats["arena_held_bytes"] - stats["arena_ready_bytes"]
+def wait_until_nothing_is_held(client: Client) -> None:
+    """All can be evicted, but for what is kept ready for blocks to come."""
+    until = time.monotonic() + PATIENCE_S
+    while (stats := client.stats())["arena_held_bytes"] != stats["arena_ready_bytes"]:
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def ask_until_cut_off(client: Client) -> None:
@@ -69,99 +71,75 @@ class Engines(TwoClients):
         return self.other.stats()[_PUT]
 
 
-@on_a_pool
-async def test_puts_of_any_size_are_at_home_when_they_return(pool: Pool, keys: list[bytes]) -> None:
-    def put() -> None:
-        with contextlib.closing(Engines(pool)) as engines:
-            sizes = [30_000] * 14 + [300_000] * 14 + [5_000_000] * 10
-            for number, (key, size_bytes) in enumerate(zip(keys, sizes, strict=False)):
-                if number % 7 < 4:
-                    engines.put(key, size_bytes)
-                else:
-                    engines.put_in_place(key, size_bytes)
-                engines.look(key, size_bytes)
-            assert engines.pushed() > 0
-            ours, theirs = engines.other.stats(), engines.home.stats()
-            assert ours["puts_total"] == len(sizes)
-            assert ours["puts_failed_total"] == 0
-            assert theirs["courier_put_taken_total"] >= ours[_PUT]
-            assert theirs["courier_put_wrong_digest_total"] == 0
-
-    await asyncio.to_thread(put)
+@on_clients(Engines)
+def test_puts_of_any_size_are_at_home_when_they_return(engines: Engines, keys: list[bytes]) -> None:
+    sizes = [30_000] * 14 + [300_000] * 14 + [5_000_000] * 10
+    for number, (key, size_bytes) in enumerate(zip(keys, sizes, strict=False)):
+        if number % 7 < 4:
+            engines.put(key, size_bytes)
+        else:
+            engines.put_in_place(key, size_bytes)
+        engines.look(key, size_bytes)
+    assert engines.pushed() > 0
+    ours, theirs = engines.other.stats(), engines.home.stats()
+    assert ours["puts_total"] == len(sizes)
+    assert ours["puts_failed_total"] == 0
+    assert theirs["courier_put_taken_total"] >= ours[_PUT]
+    assert theirs["courier_put_wrong_digest_total"] == 0
 
 
-@on_a_pool
-async def test_many_blocks_are_put_by_one_question_each_where_it_belongs(
-    pool: Pool, keys: list[bytes]
+@on_clients(Engines)
+def test_many_blocks_are_put_by_one_question_each_where_it_belongs(
+    engines: Engines, keys: list[bytes]
 ) -> None:
     size_bytes = 50_000
-
-    def put() -> None:
-        with contextlib.closing(Engines(pool)) as engines:
-            mine = home_keys(pool, OTHER, 40, "mine")
-            for first in range(0, 40, 10):
-                # Blocks of both nodes' homes, so that one question is answered from all sides.
-                some = [*keys[first : first + 10], *mine[first : first + 10]]
-                blocks = {key: content_of(key, size_bytes) for key in some}
-                engines.other.put(engines.namespace, blocks)
-                for key in some:
-                    assert engines.tier_of(engines.other, key, size_bytes) == "local"
-                    engines.tier_of(engines.home, key, size_bytes)
-            stats = engines.other.stats()
-            assert stats[_PUT] > 0, "those that are at home here, at least"
-            assert stats["puts_total"] == 80
-            assert stats["puts_failed_total"] == 0
-
-    await asyncio.to_thread(put)
+    mine = home_keys(engines.pool, OTHER, 40, "mine")
+    for first in range(0, 40, 10):
+        # Blocks of both nodes' homes, so that one question is answered from all sides.
+        some = [*keys[first : first + 10], *mine[first : first + 10]]
+        blocks = {key: content_of(key, size_bytes) for key in some}
+        engines.other.put(engines.namespace, blocks)
+        for key in some:
+            assert engines.tier_of(engines.other, key, size_bytes) == "local"
+            engines.tier_of(engines.home, key, size_bytes)
+    stats = engines.other.stats()
+    assert stats[_PUT] > 0, "those that are at home here, at least"
+    assert stats["puts_total"] == 80
+    assert stats["puts_failed_total"] == 0
 
 
-@on_a_pool
-async def test_what_is_waited_for_is_as_the_caller_says(pool: Pool, keys: list[bytes]) -> None:
+@on_clients(Engines)
+def test_what_is_waited_for_is_as_the_caller_says(engines: Engines, keys: list[bytes]) -> None:
     size_bytes = 60_000
     acks: list[Literal["local", "home", "replicas"]] = ["local", "home", "replicas"]
-
-    def put() -> None:
-        with contextlib.closing(Engines(pool)) as engines:
-            for number, ack in enumerate(acks):
-                mine = keys[12 * number : 12 * number + 12]
-                for key in mine[:4]:
-                    engines.other.put(
-                        engines.namespace, {key: content_of(key, size_bytes)}, ack=ack
-                    )
-                blocks = {key: content_of(key, size_bytes) for key in mine[4:]}
-                engines.other.put(engines.namespace, blocks, ack=ack)
-                assert engines.pushed() > 0
-                for key in mine:
-                    assert engines.tier_of(engines.other, key, size_bytes) == "local"
-                    engines.tier_of(engines.home, key, size_bytes)
-
-    await asyncio.to_thread(put)
+    for number, ack in enumerate(acks):
+        mine = keys[12 * number : 12 * number + 12]
+        for key in mine[:4]:
+            engines.other.put(engines.namespace, {key: content_of(key, size_bytes)}, ack=ack)
+        blocks = {key: content_of(key, size_bytes) for key in mine[4:]}
+        engines.other.put(engines.namespace, blocks, ack=ack)
+        assert engines.pushed() > 0
+        for key in mine:
+            assert engines.tier_of(engines.other, key, size_bytes) == "local"
+            engines.tier_of(engines.home, key, size_bytes)
 
 
-@on_a_pool
-async def test_blocks_that_came_together_are_given_back_together(
-    pool: Pool, keys: list[bytes]
+@on_clients(Engines)
+def test_blocks_that_came_together_are_given_back_together(
+    engines: Engines, keys: list[bytes]
 ) -> None:
     size_bytes = 40_000
-
-    def read() -> None:
-        with contextlib.closing(Engines(pool)) as engines:
-            for key in keys[:20]:
-                engines.home.put(engines.namespace, {key: content_of(key, size_bytes)})
-            blocks = engines.other.get(engines.namespace, keys[:20], PATIENCE_S)
-            assert None not in blocks
-            said = engines.other.stats()["local_requests_total"]
-            for block in blocks:
-                assert block is not None
-                block.release()
-            stats = engines.other.stats()
-            assert stats["local_requests_total"] <= said + 2, "one for all, and the next question"
-            until = time.monotonic() + PATIENCE_S
-            while held_bytes(engines.other) and time.monotonic() < until:
-                time.sleep(0.05)
-            assert held_bytes(engines.other) == 0
-
-    await asyncio.to_thread(read)
+    for key in keys[:20]:
+        engines.home.put(engines.namespace, {key: content_of(key, size_bytes)})
+    blocks = engines.other.get(engines.namespace, keys[:20], PATIENCE_S)
+    assert None not in blocks
+    said = engines.other.stats()["local_requests_total"]
+    for block in blocks:
+        assert block is not None
+        block.release()
+    stats = engines.other.stats()
+    assert stats["local_requests_total"] <= said + 2, "one for all, and the next question"
+    wait_until_nothing_is_held(engines.other)
 
 
 @on_a_pool
@@ -228,57 +206,45 @@ async def test_a_home_that_dies_is_done_without_and_comes_back(
     await asyncio.to_thread(put_again)
 
 
-@on_a_pool
-async def test_a_client_that_dies_in_the_middle_leaves_nothing_held(
-    pool: Pool, keys: list[bytes]
+@on_clients(Engines)
+def test_a_client_that_dies_in_the_middle_leaves_nothing_held(
+    engines: Engines, keys: list[bytes]
 ) -> None:
     size_bytes = 8_000_000
-
-    def put_and_go() -> None:
-        with contextlib.closing(Engines(pool)) as engines:
-            for key in keys[:4]:
-                engines.put_in_place(key, size_bytes)
-            gone = Client(str(pool.sockets[OTHER]))
-            namespace = gone.namespace("t", "m", "1", "bytes")
-            room = gone.reserve(namespace, {keys[5]: size_bytes})
-            room.views[keys[5]][:] = content_of(keys[5], size_bytes)
-            (ticket,) = room.tickets
-            courier = gone._courier
-            assert courier is not None
-            question = PUT_QUESTION.pack(PUT, namespace, ACK_HOME, 77, keys[5], 0, ticket)
-            courier.send(question, socket.MSG_DONTWAIT)
-            gone._socket.shutdown(socket.SHUT_RDWR)
-            gone.close()
-            # It had said that it is a block: if that was heard, it is one, and whole.
-            (block,) = engines.home.get(engines.namespace, [keys[5]], 0.5)
-            if block is not None:
-                assert bytes(block.data) == content_of(keys[5], size_bytes)
-                block.release()
-            for key in keys[6:12]:
-                engines.put_and_look(key, size_bytes)
-            until = time.monotonic() + PATIENCE_S
-            while held_bytes(engines.other) and time.monotonic() < until:
-                time.sleep(0.05)
-            assert held_bytes(engines.other) == 0
-
-    await asyncio.to_thread(put_and_go)
+    for key in keys[:4]:
+        engines.put_in_place(key, size_bytes)
+    gone = Client(str(engines.pool.sockets[OTHER]))
+    namespace = gone.namespace("t", "m", "1", "bytes")
+    room = gone.reserve(namespace, {keys[5]: size_bytes})
+    room.views[keys[5]][:] = content_of(keys[5], size_bytes)
+    (ticket,) = room.tickets
+    courier = gone._courier
+    assert courier is not None
+    question = PUT_QUESTION.pack(PUT, namespace, ACK_HOME, 77, keys[5], 0, ticket)
+    courier.send(question, socket.MSG_DONTWAIT)
+    gone._socket.shutdown(socket.SHUT_RDWR)
+    gone.close()
+    # It had said that it is a block: if that was heard, it is one, and whole.
+    (block,) = engines.home.get(engines.namespace, [keys[5]], 0.5)
+    if block is not None:
+        assert bytes(block.data) == content_of(keys[5], size_bytes)
+        block.release()
+    for key in keys[6:12]:
+        engines.put_and_look(key, size_bytes)
+    wait_until_nothing_is_held(engines.other)
 
 
-@on_a_pool
-async def test_what_is_no_put_ends_a_connection_and_nobody_elses(
-    pool: Pool, keys: list[bytes]
+@on_clients(Engines)
+def test_what_is_no_put_ends_a_connection_and_nobody_elses(
+    engines: Engines, keys: list[bytes]
 ) -> None:
-    def offend() -> None:
-        with contextlib.closing(Engines(pool)) as engines:
-            engines.put(keys[0], 30_000)
-            hostile = Client(str(pool.sockets[OTHER]))
-            courier = hostile._courier
-            assert courier is not None
-            courier.send(PUT_QUESTION.pack(PUT, 1, 9, 1, keys[0], 0, 1))
-            with pytest.raises(KvcastError):
-                ask_until_cut_off(hostile)
-            hostile.close()
-            engines.put(keys[1], 30_000)
-            engines.look(keys[1], 30_000)
-
-    await asyncio.to_thread(offend)
+    engines.put(keys[0], 30_000)
+    hostile = Client(str(engines.pool.sockets[OTHER]))
+    courier = hostile._courier
+    assert courier is not None
+    courier.send(PUT_QUESTION.pack(PUT, 1, 9, 1, keys[0], 0, 1))
+    with pytest.raises(KvcastError):
+        ask_until_cut_off(hostile)
+    hostile.close()
+    engines.put(keys[1], 30_000)
+    engines.look(keys[1], 30_000)

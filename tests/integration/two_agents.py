@@ -7,9 +7,10 @@ blocks get from one to the other.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Coroutine
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from kvcast.bench.incast import home_keys
 from kvcast.bench.stores.links import HOLDER_SIDE, READER_SIDE, STAR, LoopbackLink
@@ -45,6 +46,7 @@ class TwoClients:
     """A client beside the home of every block, and one beside the other agent."""
 
     def __init__(self, pool: Pool) -> None:
+        self.pool = pool
         self.home, self.other = (Client(str(pool.sockets[node])) for node in (HOME, OTHER))
         self.namespace = self.home.namespace("t", "m", "1", "bytes")
         assert self.other.namespace("t", "m", "1", "bytes") == self.namespace
@@ -73,3 +75,25 @@ class TwoClients:
     def close(self) -> None:
         self.home.close()
         self.other.close()
+
+
+Clients = TypeVar("Clients", bound=TwoClients)
+
+
+def on_clients(
+    kind: Callable[[Pool], Clients],
+) -> Callable[[Callable[[Clients, list[bytes]], None]], Callable[[], None]]:
+    """Run a test that waits on such clients of a pool, in a thread; keys as for `on_a_pool`."""
+
+    def decorate(test: Callable[[Clients, list[bytes]], None]) -> Callable[[], None]:
+        async def on_pool(pool: Pool, keys: list[bytes]) -> None:
+            def play() -> None:
+                with contextlib.closing(kind(pool)) as clients:
+                    test(clients, keys)
+
+            await asyncio.to_thread(play)
+
+        on_pool.__name__ = test.__name__
+        return on_a_pool(on_pool)
+
+    return decorate

@@ -46,7 +46,6 @@ class Scene:
         self.machine = Machine(seed)
         self.rng = self.machine.rng
         self.got = 0
-        self.kept_waiting = 0
         self.lying: dict[int, BlockId] = {}
         """Whose bytes lie at an offset; the arena."""
         self.arena_bytes = ARENA_BYTES
@@ -96,7 +95,6 @@ class Scene:
         try:
             copy: Copy = self.store.reserve(block, size_bytes)
         except NoRoomError:
-            self.kept_waiting += 1
             return
         for place in range(copy.offset, copy.offset + copy.reserved_bytes, 1024):
             self.lying[place] = block

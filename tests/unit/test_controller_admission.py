@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.controller.core.admission import (
     LEAST_FADE_READS,
+    Choice,
     Contender,
     HeatMap,
     Holder,
@@ -43,6 +44,24 @@ def contender(number: int, size: int = SEGMENT_BYTES, pinned: bool = False) -> C
 
 def holder(number: int, *, pinned: bool = False, since: float = -100.0, slots: int = 1) -> Holder:
     return Holder(block(number), slots, pinned, since)
+
+
+def chosen(
+    contenders: list[Contender],
+    holders: list[Holder],
+    *,
+    heat: HeatMap,
+    free: int = 0,
+    coming_free: int = 0,
+) -> Choice:
+    return choose(
+        *(contenders, holders),
+        free=free,
+        coming_free=coming_free,
+        heat=heat,
+        options=OPTIONS,
+        now=0.0,
+    )
 
 
 # --- value ----------------------------------------------------------------------------------
@@ -241,30 +260,14 @@ def test_only_what_is_worth_it_is_among_the_best() -> None:
 
 def test_free_slots_are_filled_by_value() -> None:
     heat = heat_with({1: 10, 2: 30, 3: 20})
-    choice = choose(
-        [contender(1), contender(2), contender(3)],
-        [],
-        free=2,
-        coming_free=0,
-        heat=heat,
-        options=OPTIONS,
-        now=0.0,
-    )
+    choice = chosen([contender(1), contender(2), contender(3)], [], free=2, heat=heat)
     assert [c.block for c, _ in choice.admit] == [block(2), block(3)]
     assert [c.block for c, _ in choice.refused] == [block(1)]
 
 
 def test_a_block_enters_whole_or_not_at_all() -> None:
     heat = heat_with({1: 100}, size=3 * SEGMENT_BYTES)
-    choice = choose(
-        [contender(1, size=3 * SEGMENT_BYTES)],
-        [],
-        free=2,
-        coming_free=0,
-        heat=heat,
-        options=OPTIONS,
-        now=0.0,
-    )
+    choice = chosen([contender(1, size=3 * SEGMENT_BYTES)], [], free=2, heat=heat)
     assert not choice.admit
     assert "needs 3 slots, 2 can be had" in choice.refused[0][1]
 
@@ -272,9 +275,7 @@ def test_a_block_enters_whole_or_not_at_all() -> None:
 @pytest.mark.parametrize(("reads", "displaces"), [(10, False), (12, False), (13, True), (40, True)])
 def test_a_challenger_must_beat_its_victim_by_the_margin(reads: float, displaces: bool) -> None:
     heat = heat_with({1: 10, 2: reads})
-    choice = choose(
-        [contender(2)], [holder(1)], free=0, coming_free=0, heat=heat, options=OPTIONS, now=0.0
-    )
+    choice = chosen([contender(2)], [holder(1)], heat=heat)
     assert [b for b, _ in choice.evict] == ([block(1)] if displaces else [])
     assert not choice.admit, "the victim's slot must drain first"
 
@@ -282,15 +283,7 @@ def test_a_challenger_must_beat_its_victim_by_the_margin(reads: float, displaces
 def test_a_read_or_two_are_worth_a_free_slot_but_nobody_elses() -> None:
     heat = heat_with({1: 0.1, 2: 2}, size=16 * 1024)  # 0.07 and 1.4 reads expected
     for free, admitted in ((1, [block(2)]), (0, [])):
-        choice = choose(
-            [contender(2, size=16 * 1024)],
-            [holder(1)],
-            free=free,
-            coming_free=0,
-            heat=heat,
-            options=OPTIONS,
-            now=0.0,
-        )
+        choice = chosen([contender(2, size=16 * 1024)], [holder(1)], free=free, heat=heat)
         assert [c.block for c, _ in choice.admit] == admitted
         assert not choice.evict
     assert choice.refused[0][1] == "1.4 reads expected, too few to displace others"
@@ -300,63 +293,31 @@ def test_a_read_or_two_are_worth_a_free_slot_but_nobody_elses() -> None:
 def test_two_blocks_of_about_one_value_do_not_take_turns() -> None:
     heat = heat_with({1: 10, 2: 11})
     for inside, outside in ((1, 2), (2, 1)):
-        choice = choose(
-            [contender(outside)],
-            [holder(inside)],
-            free=0,
-            coming_free=0,
-            heat=heat,
-            options=OPTIONS,
-            now=0.0,
-        )
+        choice = chosen([contender(outside)], [holder(inside)], heat=heat)
         assert not choice.evict
 
 
 def test_a_new_resident_is_safe_for_a_while() -> None:
     heat = heat_with({1: 1, 2: 100})
     for age, displaced in ((4.0, False), (5.0, True)):
-        choice = choose(
-            [contender(2)],
-            [holder(1, since=-age)],
-            free=0,
-            coming_free=0,
-            heat=heat,
-            options=OPTIONS,
-            now=0.0,
-        )
+        choice = chosen([contender(2)], [holder(1, since=-age)], heat=heat)
         assert bool(choice.evict) is displaced
 
 
 def test_slots_that_come_free_anyway_are_not_evicted_for_twice() -> None:
     heat = heat_with({1: 1, 2: 100})
-    choice = choose(
-        [contender(2)], [holder(1)], free=0, coming_free=1, heat=heat, options=OPTIONS, now=0.0
-    )
+    choice = chosen([contender(2)], [holder(1)], coming_free=1, heat=heat)
     assert not choice.evict
     assert choice.refused[0][1] == "waits for slots to drain"
 
 
 def test_pinned_blocks_are_never_evicted_and_displace_any_other() -> None:
     heat = heat_with({1: 1000, 2: 1000})
-    choice = choose(
-        [contender(3, pinned=True)],
-        [holder(1, pinned=True), holder(2, since=0.0)],
-        free=0,
-        coming_free=0,
-        heat=heat,
-        options=OPTIONS,
-        now=0.0,
+    choice = chosen(
+        [contender(3, pinned=True)], [holder(1, pinned=True), holder(2, since=0.0)], heat=heat
     )
     assert [b for b, _ in choice.evict] == [block(2)]
-    choice = choose(
-        [contender(3, pinned=True)],
-        [holder(1, pinned=True)],
-        free=0,
-        coming_free=0,
-        heat=heat,
-        options=OPTIONS,
-        now=0.0,
-    )
+    choice = chosen([contender(3, pinned=True)], [holder(1, pinned=True)], heat=heat)
     assert not choice.evict
     assert "0 can be had" in choice.refused[0][1]
 

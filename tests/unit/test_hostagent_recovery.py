@@ -97,6 +97,10 @@ class Machine:
             pass
         self.store.check()
 
+    def fill(self, numbers: range) -> None:
+        for number in numbers:
+            self.put(number, SLAB_BYTES)
+
     def held(self) -> dict[int, bytes]:
         """All blocks, by number, with their bytes."""
         found = {}
@@ -156,8 +160,7 @@ def test_a_restart_keeps_every_committed_copy_and_its_place(
 
 def test_what_was_used_last_is_evicted_last_after_a_restart() -> None:
     machine = Machine()
-    for number in range(16):
-        machine.put(number, SLAB_BYTES)
+    machine.fill(range(16))
     machine.start()
     assert machine.store.get(block(3)) is not None
     machine.recover()
@@ -172,12 +175,10 @@ def test_what_was_used_last_is_evicted_last_after_a_restart() -> None:
 
 def test_room_is_given_only_where_no_copy_lies_however_early_it_is_asked_for() -> None:
     machine = Machine()
-    for number in range(12):
-        machine.put(number, SLAB_BYTES)
+    machine.fill(range(12))
     before = machine.held()
     machine.start()
-    for number in range(100, 104):
-        machine.put(number, SLAB_BYTES)
+    machine.fill(range(100, 104))
     machine.recover()
     assert {n: data for n, data in machine.held().items() if n < 100} == before
     assert machine.values()["store_evictions_total"] == 0
@@ -212,8 +213,7 @@ def test_clients_see_nothing_before_every_copy_is_checked() -> None:
 def test_policies_choose_among_what_was_taken_over_as_among_what_was_put(policy: str) -> None:
     machine = Machine()
     namespaces = with_settings(policy=policy, ttl_s=60.0 if policy == "ttl" else 0.0)
-    for number in range(16):
-        machine.put(number, SLAB_BYTES)
+    machine.fill(range(16))
     machine.start(namespaces, now=1000.0)
     machine.recover()
     assert len(machine.held()) == 16
@@ -516,23 +516,20 @@ class Guest:
 
 def test_what_a_client_was_given_stays_where_it_is_for_the_next_agent() -> None:
     machine = Machine()
-    for number in range(16):
-        machine.put(number, SLAB_BYTES)
+    machine.fill(range(16))
     guest = Guest(machine)
     got = guest.get(3)
     guest.pin_by_itself(5)
     machine.start()
     guest.reborn([got.handle])
     machine.recover()
-    for number in range(100, 120):
-        machine.put(number, SLAB_BYTES)
+    machine.fill(range(100, 120))
     assert machine.held().get(3) == content(3, SLAB_BYTES)
     assert machine.held().get(5) == content(5, SLAB_BYTES)
     assert 4 not in machine.held()
     guest.ask(local.Release([got.handle]))
     guest.region.cast("Q")[shared.CELLS_WORD] = 0
-    for number in range(200, 216):
-        machine.put(number, SLAB_BYTES)
+    machine.fill(range(200, 216))
     assert not {3, 5} & set(machine.held())
     guest.session.close()
     assert machine.store.held_bytes == 0
@@ -540,8 +537,7 @@ def test_what_a_client_was_given_stays_where_it_is_for_the_next_agent() -> None:
 
 def test_a_block_that_was_dropped_under_its_reader_keeps_its_bytes_for_the_next_agent() -> None:
     machine = Machine()
-    for number in range(16):
-        machine.put(number, SLAB_BYTES)
+    machine.fill(range(16))
     guest = Guest(machine)
     got = guest.get(3)
     guest.pin_by_itself(5)
@@ -550,8 +546,7 @@ def test_a_block_that_was_dropped_under_its_reader_keeps_its_bytes_for_the_next_
     machine.start()
     guest.reborn([got.handle])
     machine.recover()
-    for number in range(100, 130):
-        machine.put(number, SLAB_BYTES)
+    machine.fill(range(100, 130))
     assert bytes(machine.memory[got.offset : got.offset + SLAB_BYTES]) == content(3, SLAB_BYTES)
     doomed = [c for c in machine.store._by_offset.values() if c.state == DOOMED]
     assert {int.from_bytes(c.block.key, "big") for c in doomed} == {3, 5}
@@ -561,8 +556,7 @@ def test_a_block_that_was_dropped_under_its_reader_keeps_its_bytes_for_the_next_
 
 def test_a_copy_withdrawn_in_the_moment_of_death_is_known_by_its_tombstone() -> None:
     machine = Machine()
-    for number in range(16):
-        machine.put(number, SLAB_BYTES)
+    machine.fill(range(16))
     guest = Guest(machine)
     guest.pin_by_itself(5)
     copy = machine.store.peek(block(5))
@@ -571,8 +565,7 @@ def test_a_copy_withdrawn_in_the_moment_of_death_is_known_by_its_tombstone() -> 
     machine.start()
     guest.reborn([])
     machine.recover()
-    for number in range(100, 130):
-        machine.put(number, SLAB_BYTES)
+    machine.fill(range(100, 130))
     data = machine.memory[copy.offset : copy.offset + SLAB_BYTES]
     assert bytes(data) == content(5, SLAB_BYTES)
 
@@ -586,8 +579,7 @@ def test_a_put_that_was_begun_ends_at_the_next_agent() -> None:
     machine.start()
     guest.reborn([extent.ticket])
     assert machine.store.get(block(9)) is None
-    for number in range(100, 130):
-        machine.put(number, SLAB_BYTES)
+    machine.fill(range(100, 130))
     machine.memory[extent.offset + 2000 : extent.offset + 5000] = data[2000:]
     committed = guest.ask(local.Commit(2, [extent.ticket], "local"))
     assert isinstance(committed, local.Committed)
@@ -666,14 +658,12 @@ def test_a_client_that_is_overtaken_while_it_pins_is_not_cut_off() -> None:
 
 def test_pins_by_name_outlive_the_agent() -> None:
     machine = Machine()
-    for number in range(16):
-        machine.put(number, SLAB_BYTES)
+    machine.fill(range(16))
     guest = Guest(machine)
     assert guest.ask(local.Pin(1, 1, [block(3).key])).count == 1
     machine.start()
     guest.reborn([])
-    for number in range(100, 130):
-        machine.put(number, SLAB_BYTES)
+    machine.fill(range(100, 130))
     assert machine.store.peek(block(3)) is not None
     assert guest.ask(local.Unpin(1, 1, [block(3).key])).count == 1
     machine.recover()
@@ -721,8 +711,7 @@ def test_a_client_is_told_busy_where_there_is_no_row_left() -> None:
 
 def test_a_store_that_recovers_knows_when_there_is_no_room() -> None:
     machine = Machine()
-    for number in range(16):
-        machine.put(number, SLAB_BYTES)
+    machine.fill(range(16))
     guest = Guest(machine)
     for number in range(4):
         guest.get(number)
