@@ -270,12 +270,12 @@ async def run(options: Options) -> dict[str, Any]:
                 await asyncio.sleep(2.0)
             quiet.times_s, before = [], loud.got_bytes
             await asyncio.sleep(options.measure_s)
-            phases[phase] = quiet.times_s
+            phases[phase] = list(quiet.times_s)
             if phase == "with":
                 loud_bytes_per_s = (loud.got_bytes - before) / options.measure_s
                 await _end(loud_tasks)
                 await asyncio.sleep(2.0)
-            say(f"{phase}: {len(phases[phase])} gets, p99 {1e3 * _p99(phases[phase]):.1f} ms")
+            say(f"{phase}: {len(phases[phase])} blocks, p99 {1e3 * _p99(phases[phase]):.1f} ms")
         await _end([quiet_task])
         stats = await home.stats()
         way = "received_bulk_put" if options.puts else "sent_bulk_get"

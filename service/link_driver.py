@@ -44,6 +44,8 @@ LEAST_WINDOW_BYTES: Final = 16 * 1024
 longer than its way takes;"""
 LEAST_SEGMENTS: Final = 8
 """and so many segments of the network."""
+WIDE_WINDOW_BYTES: Final = 4 << 20
+"""What is asked of the kernel first when it need not be narrow any more."""
 MOST_WINDOW_BYTES: Final = 1 << 30
 """What the kernel thinks right."""
 _SO_BUF_LOCK: Final = 72
@@ -265,6 +267,8 @@ class LinkDriver(asyncio.BufferedProtocol):
                 # The kernel enlarges buffers by itself, and with them windows, unless it is told.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size_bytes)
             else:
+                # It would take the kernel some turns of bytes to enlarge it again.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, WIDE_WINDOW_BYTES)
                 with contextlib.suppress(OSError):  # Linux before 5.14: it stays as it is
                     sock.setsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK, 0)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, size_bytes)

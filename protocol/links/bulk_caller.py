@@ -118,6 +118,14 @@ class _Peer:
         self.wants_puts = True
         """Whether it wanted all blocks of the last put."""
 
+    def take_idle(self, namespace: int) -> BulkConnection:
+        """One of the idle connections (there is one), rather one that this namespace's calls had
+        last: the node may read those of others in small pieces."""
+        mine = [one for one in self.idle if one.namespace == namespace]
+        connection = (mine or self.idle)[-1]
+        self.idle.remove(connection)
+        return connection
+
 
 def _namespace_of(call: BulkCall) -> int:
     match call:
@@ -261,7 +269,7 @@ class BulkCaller:
             if not calls:
                 continue
             if peer.idle:
-                connection = peer.idle.pop()
+                connection = peer.take_idle(namespace)
                 self._instructions.append(Flush(connection))
             else:
                 connection = BulkConnection(self, node, peer)
@@ -385,8 +393,8 @@ class BulkConnection(LinkStream[CalleeMessage]):
         """Gets whose blocks are coming and have no room."""
         self._unwanted = False
         """Nobody wants what is coming."""
-        self._namespace = 0
-        """Of the put whose bytes are leaving."""
+        self.namespace = 0
+        """Of the calls that are made, or were made last."""
         self._leaving = Turn(link.departures, lambda: self.wake())
         self._gone = False
         """The blocks of a put have been sent,"""
@@ -398,6 +406,7 @@ class BulkConnection(LinkStream[CalleeMessage]):
     def begin(self, now: float, calls: Sequence[BulkCall]) -> None:
         """Make these calls, which are alike, as soon as the connection stands."""
         self.calls.extend(calls)
+        self.namespace = _namespace_of(calls[0])
         self._last_moment = min(call.deadline for call in calls)
         self._reused = self.is_connected
         self._answered = False
@@ -448,7 +457,6 @@ class BulkConnection(LinkStream[CalleeMessage]):
         self._wait(now)
         match self.calls[0]:
             case PutCall() as first:
-                self._namespace = first.copy.block.namespace
                 headers = []
                 for call in self.calls:
                     assert isinstance(call, PutCall)
@@ -582,10 +590,10 @@ class BulkConnection(LinkStream[CalleeMessage]):
             self._free(now)
 
     def _allowed_bytes(self, now: float) -> int:
-        return self._leaving.allowed(now, self._namespace)
+        return self._leaving.allowed(now, self.namespace)
 
     def _block_sending(self, now: float, size_bytes: int) -> None:
-        self._leaving.moved(now, self._namespace, size_bytes)
+        self._leaving.moved(now, self.namespace, size_bytes)
         self._link.counters.payload_bytes_sent_bulk_put_total += size_bytes
 
     def get_timer(self) -> float | None:

@@ -17,7 +17,10 @@ much; all others ask again now and then, and who does not, since its connection 
 not waited for.
 
 What comes is shared by the same rules, with *send* read as *receive*: what is not read waits, for
-the most part, in the node that sends it, since TCP lets it send no more than there is room for.
+the most part, in the node that sends it, since TCP lets it send no more than there is room for. But
+the link carries what there is room for, and each connection that was read lately has some: so a
+namespace's connections are read one after the other, and none of the others' while what a namespace
+has saved is on its way.
 """
 
 from __future__ import annotations
@@ -50,6 +53,10 @@ ABSENT_S: Final = 0.1
 """Who has not asked again for so long is not waited for."""
 TIGHT_TURNS: Final = 4
 """Turns that have gone out before the link can have carried them, from which on it is `tight`."""
+PATIENCE: Final = 1.5
+"""What was taken ahead is waited for so many times as long as the link needs for it."""
+SPELL_BYTES: Final = 1 << 20
+"""Of one namespace's connections that bring blocks, one goes on for so much before others do."""
 _READS_PERIOD_S: Final = 0.05
 """What READs take of the link is measured over so long."""
 MAX_NAMESPACES: Final = 1024
@@ -59,13 +66,17 @@ MAX_NAMESPACES: Final = 1024
 class _Waiting(NamedTuple):
     namespace: int
     asked_at: float
+    begun_at: float
     wake: Callable[[], None]
 
 
 class Turn:
     """One connection's side of it. `woken` is called when it may go on, or had better ask."""
 
-    __slots__ = ("_departures", "_taken_bytes", "_woken", "ahead_bytes", "until")
+    __slots__ = (
+        *("_begun_at", "_departures", "_spell_bytes", "_taken_bytes", "_woken"),
+        *("ahead_bytes", "until"),
+    )
 
     def __init__(self, departures: Departures, woken: Callable[[], None]) -> None:
         self._departures = departures
@@ -76,10 +87,17 @@ class Turn:
         """How much had better be on its way: a turn, where it has to wait for that."""
         self._taken_bytes = 0
         """Of what is to come, so much was taken ahead."""
+        self._begun_at = inf
+        """When its spell began, if there are spells,"""
+        self._spell_bytes = 0
+        """of which so much has gone."""
 
     def begin(self, now: float, namespace: int, size_bytes: int) -> None:
         """So many bytes are about to come. What the namespace has saved of its share, it takes
-        now: the others are to wait while they are on their way, and not when they are here."""
+        now: the others are to wait while they are on their way, and not when they are here. Of one
+        namespace's connections, the one goes first whose spell began first: the others stand still,
+        so that not much is on the link when another namespace needs it."""
+        self._begun_at, self._spell_bytes = now, 0
         self._taken_bytes += self._departures.take_ahead(now, namespace, size_bytes)
 
     def allowed(self, now: float, namespace: int) -> int:
@@ -87,7 +105,7 @@ class Turn:
         if self._taken_bytes:
             self.ahead_bytes = sys.maxsize
             return self._taken_bytes
-        allowed = self._departures.may_send(now, namespace, self, self._wake)
+        allowed = self._departures.may_send(now, namespace, self, self._wake, self._begun_at)
         self.until = None if allowed else self._departures.ready_at(now, self)
         turn_bytes = self._departures.turn_bytes
         self.ahead_bytes = sys.maxsize if allowed > turn_bytes else turn_bytes
@@ -99,8 +117,13 @@ class Turn:
 
     def moved(self, now: float, namespace: int, size_bytes: int) -> None:
         """So many bytes have gone."""
+        self._spell_bytes += size_bytes
+        if self._spell_bytes >= SPELL_BYTES and self._begun_at < inf:
+            self._begun_at, self._spell_bytes = now, 0
         taken_bytes = min(self._taken_bytes, size_bytes)
-        self._taken_bytes -= taken_bytes
+        if taken_bytes:
+            self._taken_bytes -= taken_bytes
+            self._departures.came(taken_bytes)
         if size_bytes > taken_bytes:
             self._departures.sent(now, namespace, size_bytes - taken_bytes)
 
@@ -110,9 +133,10 @@ class Turn:
             self.until = None
 
     def leave(self) -> bool:
-        """The connection is over; whether it waited. Then `pass_on` is to follow, when nothing is
-        left half done: who is woken by that goes on at once."""
-        return self._departures.leave(self)
+        """The connection is over; whether it waited, or was waited for. Then `pass_on` is to
+        follow, when nothing is left half done: who is woken by that goes on at once."""
+        taken_bytes, self._taken_bytes = self._taken_bytes, 0
+        return self._departures.leave(self, taken_bytes)
 
     def pass_on(self) -> None:
         """Let others have the turn."""
@@ -144,6 +168,10 @@ class Departures:
         """By namespace, when it was sent or wanted something last; the longest ago is first."""
         self._waiting: dict[Hashable, _Waiting] = {}
         """Who waits; within a namespace, in turn."""
+        self._coming_bytes = 0
+        """Of what was taken ahead, so much is still on its way,"""
+        self._coming_until = -inf
+        """and is waited for so long."""
         self._told: Hashable = None
         """Who asked last when its turn was next, and knows when that will be."""
         self._passing = False
@@ -154,10 +182,16 @@ class Departures:
         """Times that somebody was told to wait."""
 
     def may_send(
-        self, now: float, namespace: int, who: Hashable, wake: Callable[[], None] = lambda: None
+        self,
+        now: float,
+        namespace: int,
+        who: Hashable,
+        wake: Callable[[], None] = lambda: None,
+        begun_at: float = inf,
     ) -> int:
         """How many bytes of blocks of a namespace may go out now on the connection `who`. Where
-        none may, it waits, and is to ask again at `ready_at`, or when it is woken."""
+        none may, it waits, and is to ask again at `ready_at`, or when it is woken. Within a
+        namespace, who has `begun_at` the earliest time is next, or who waits longest."""
         if self._pace <= 0:
             return sys.maxsize
         self._there[namespace] = now
@@ -168,7 +202,7 @@ class Departures:
         asked_before = self._waiting.get(who)
         if asked_before is None or asked_before.namespace != namespace:
             self._waiting.pop(who, None)
-        self._waiting[who] = _Waiting(namespace, now, wake)
+        self._waiting[who] = _Waiting(namespace, now, begun_at, wake)
         for other, waiting in list(self._waiting.items()):
             if waiting.asked_at < now - ABSENT_S:
                 del self._waiting[other]
@@ -177,7 +211,7 @@ class Departures:
             del self._waiting[who]
             return saved_bytes
         is_next = self._next() == who
-        if self._ready_bytes >= self.turn_bytes and is_next:
+        if self._ready_bytes >= self.turn_bytes and is_next and not self._is_coming(now):
             del self._waiting[who]
             return self.turn_bytes
         if is_next:
@@ -198,14 +232,31 @@ class Departures:
         if saved_bytes <= self.turn_bytes or self._ready_bytes <= -CREDIT_S * self._pace:
             return 0
         taken_bytes = min(saved_bytes, size_bytes)
+        since = max(self._coming_until, now) if self._coming_bytes else now
+        self._coming_until = since + PATIENCE * taken_bytes / self._rate
+        self._coming_bytes += taken_bytes
         self.sent(now, namespace, taken_bytes)
         return taken_bytes
+
+    def came(self, size_bytes: int) -> None:
+        """So much of what was taken ahead has come, or will not."""
+        self._coming_bytes -= size_bytes
+        if self._coming_bytes < self.turn_bytes <= self._coming_bytes + size_bytes:
+            self._told = None  # it was told to wait for that
+            self.pass_on()
+
+    def _is_coming(self, now: float) -> bool:
+        """Whether the link is full of what was taken ahead: what others let come now would be on it
+        together with that, and make a queue."""
+        return self._coming_bytes >= self.turn_bytes and now < self._coming_until
 
     def ready_at(self, now: float, who: Hashable) -> float:
         """When who waits is to ask again, unless it is woken."""
         if who != self._told:
             return now + MOST_WAIT_S
         wait_s = (self.turn_bytes - self._ready_bytes) / self._rate
+        if self._is_coming(now):
+            wait_s = max(wait_s, self._coming_until - now)
         return now + min(max(LEAST_WAIT_S, wait_s), MOST_WAIT_S)
 
     def sent(self, now: float, namespace: int, size_bytes: int) -> None:
@@ -233,9 +284,13 @@ class Departures:
         sends had better not."""
         return now - self._tight_at < LATELY_S
 
-    def leave(self, who: Hashable) -> bool:
-        """This connection waits no more; whether it did. Then `pass_on` is to follow."""
-        return self._waiting.pop(who, None) is not None
+    def leave(self, who: Hashable, coming_bytes: int = 0) -> bool:
+        """This connection waits no more, and what it has taken ahead does not come; whether there
+        was either. Then `pass_on` is to follow."""
+        self._coming_bytes -= coming_bytes
+        if coming_bytes:
+            self._told = None
+        return self._waiting.pop(who, None) is not None or coming_bytes > 0
 
     def _others_are_there(self, now: float, namespace: int) -> bool:
         there = self._there
@@ -247,7 +302,8 @@ class Departures:
         """Whose turn it is, of all that wait."""
         namespaces = {waiting.namespace for waiting in self._waiting.values()}
         namespace = self._shares.next_of(namespaces)
-        return next(who for who, one in self._waiting.items() if one.namespace == namespace)
+        mine = [who for who, one in self._waiting.items() if one.namespace == namespace]
+        return min(mine, key=lambda who: self._waiting[who].begun_at)
 
     def pass_on(self) -> None:
         """Wake whose turn is next, be it there or not: who is woken asks. Who may send then comes

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from itertools import count
+from itertools import count, groupby
 
 import pytest
 from kvcast.protocol.links import departures
@@ -159,6 +159,89 @@ def test_what_is_about_to_come_holds_others_back_as_far_as_it_was_saved() -> Non
     link.run(5.0)
     in_all = link.sent[1] - before + taken_bytes
     assert in_all == pytest.approx(PACE * RATE * 3.0, rel=0.05)
+
+
+def saver(link: Link) -> Turn:
+    """A connection whose namespace has saved half a second of the link, beside a greedy one."""
+    link.greedy(1, 12)
+    link.at(0.9, lambda: link.departures.sent(link.now, 2, 1000))  # it is there
+    link.run(2.0)
+    return Turn(link.departures, lambda: None)
+
+
+def test_others_wait_until_what_was_taken_ahead_has_come_but_not_for_ever() -> None:
+    link = Link()
+    size_bytes = 100_000
+    in_time_s = size_bytes / (PACE * RATE)
+    two_turns = 2 * link.departures.turn_bytes
+    quiet = saver(link)
+    for late in (1.45, 3.0):
+        begun_at, before = link.now, link.sent[1]
+        quiet.begin(begun_at, 2, size_bytes)
+        link.run(begun_at + 1.2 * in_time_s)
+        assert link.sent[1] - before <= two_turns, "it is on the link, which it has to itself"
+        link.run(begun_at + late * in_time_s)
+        sent_bytes = link.sent[1] - before
+        if late < departures.PATIENCE:
+            assert sent_bytes <= two_turns
+        else:
+            in_vain_s = departures.PATIENCE * in_time_s
+            rest_s = late * in_time_s - in_vain_s
+            assert sent_bytes == pytest.approx(rest_s * PACE * RATE, rel=0.3)
+        assert quiet.allowed(link.now, 2) == size_bytes
+        before = link.sent[1]
+        quiet.moved(link.now, 2, size_bytes)
+        at_once_s = 0.002 if late < departures.PATIENCE else 0.02
+        link.run(link.now + at_once_s)
+        assert link.sent[1] > before, "once it is there, others go on"
+        link.run(link.now + 1.0)
+
+
+def test_who_asks_while_what_was_taken_ahead_is_on_its_way_waits_for_it() -> None:
+    shared = Departures(RATE)
+    shared.sent(0.0, 2, 1)
+    for _ in range(2):
+        shared.sent(0.0, 1, 200_000)
+    assert shared.take_ahead(1.0, 2, 100_000) == 100_000
+    now = 1.0 + 1.3 * 100_000 / (PACE * RATE)
+    assert shared.may_send(now, 1, "late") == 0, "the link could have carried it, but has not"
+    shared.came(100_000)
+    assert shared.may_send(now, 1, "late") > 0
+
+
+def test_what_was_taken_ahead_by_a_connection_that_is_over_is_not_waited_for() -> None:
+    link = Link()
+    quiet = saver(link)
+    begun_at, before = link.now, link.sent[1]
+    quiet.begin(begun_at, 2, 100_000)
+    assert quiet.leave()
+    quiet.pass_on()
+    in_time_s = 100_000 / (PACE * RATE)
+    link.run(begun_at + 1.3 * in_time_s)
+    assert link.sent[1] - before > 0.1 * 100_000
+
+
+def test_of_one_namespace_what_began_first_comes_first_for_a_spell() -> None:
+    shared = Departures(100 * RATE)
+    turns = [Turn(shared, lambda: None) for _ in range(3)]
+    now = 0.0
+    for number, turn in enumerate(turns):
+        turn.begin(number * 1e-6, 1, 2 * departures.SPELL_BYTES)
+    shared.sent_by_reads(0.0, 2, 1)  # so somebody else is there
+    shared.sent(0.0, 1, 10 * shared.turn_bytes)  # and all have to wait
+    came = []
+    left = [2 * departures.SPELL_BYTES] * len(turns)
+    while any(left):
+        shared.sent_by_reads(now, 2, 1)
+        for number in reversed(range(len(turns))):
+            if left[number] and (allowed := turns[number].allowed(now, 1)):
+                part = min(allowed, left[number])
+                left[number] -= part
+                turns[number].moved(now, 1, part)
+                came.append(number)
+        now += 0.0005
+    in_order = [number for number, _ in groupby(came)]
+    assert in_order == [0, 1, 2, 0, 1, 2]
 
 
 def test_nothing_is_taken_ahead_where_nobody_else_is_there_or_nothing_was_saved() -> None:

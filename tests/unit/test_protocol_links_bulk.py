@@ -608,6 +608,27 @@ def test_nobody_is_told_anything_before_it_is_known_who_is_there() -> None:
     assert caller.metrics.bulk_wrong_peers_total == 1
 
 
+def test_a_namespaces_call_goes_by_the_connection_that_its_calls_had_last() -> None:
+    caller = BulkCaller("node-1", OPTIONS, Metrics(), lambda copy: memoryview(copy.data))
+    caller.use_nodes(0.0, {2: NODE})
+    drops = {}
+    for namespace in (1, 2):
+        caller.ask(0.0, DropCall(2, namespace, key(1), 100.0, lambda *_: None))
+        (made,) = (each.connection for each in caller.instructions() if isinstance(each, Connect))
+        made.connected(0.0)
+        made.bytes_to_send(0.0, 1 << 16)
+        drops[namespace] = made
+    for made in drops.values():
+        made.received(0.0, said(BulkDone(bulk.DONE)))
+    for namespace in (1, 2, 3):  # the third has had none, and takes what was used last
+        caller.ask(0.0, DropCall(2, namespace, key(1), 100.0, lambda *_: None))
+        taken = [one for one in drops.values() if one.calls]
+        assert taken == [drops[min(namespace, 2)]]
+        taken[0].bytes_to_send(0.0, 1 << 16)
+        taken[0].received(0.0, said(BulkDone(bulk.DONE)))
+    caller.check()
+
+
 def test_what_is_idle_towards_a_node_that_has_left_is_closed() -> None:
     caller = Caller()
     caller.ask(0.0, caller.drop("call"))

@@ -308,7 +308,11 @@ async def test_of_a_block_that_is_to_wait_no_more_is_read_than_is_allowed(
         segment_bytes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
         most_bytes = max(LEAST_WINDOW_BYTES, LEAST_SEGMENTS * segment_bytes)
         assert clamp <= most_bytes, "the other end sends no more ahead"
+        narrow_bytes = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
         core.allowed_bytes = sys.maxsize
         core.wake()
+        await until(lambda: core.came_bytes == BLOCK_BYTES)
+        wide_bytes = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+        assert wide_bytes >= 4 * narrow_bytes, "it sends ahead again, at once"
         assert await reader.readexactly(len(said(Take()))) == said(Take())
         assert core.block == data
