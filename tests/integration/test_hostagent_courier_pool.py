@@ -12,6 +12,7 @@ import contextlib
 import random
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,8 +25,10 @@ from kvcast.hostagent.core import courier as courier_core
 from kvcast.hostagent.network import local_server
 from kvcast.hostagent.network.courier import VAIN_WAITS, CourierLoop
 from kvcast.hostagent.network.datagrams import Transport
+from kvcast.hostagent.options import Options
 from kvcast.protocol.messages.questions import ANSWER, GET, GIVEN, QUESTION
 from kvcast.protocol.messages.wire import BlockId
+from kvcast.protocol.requester import RequesterConfig
 from kvcast.protocol.responder.responder import BlockHeat, Responder
 
 pytestmark = pytest.mark.skipif(
@@ -367,7 +370,13 @@ async def test_a_home_answers_while_it_waits_and_hears_of_it_afterwards(tmp_path
         mock.patch.object(Transport, "close_lane", closed),
         mock.patch.object(Responder, "take_heat", taken),
     ):
-        async with running_pool(tmp_path, 2) as pool:
+        # A reader that repeats its READ, since the loop stands still for a moment, asks more often.
+        patient = RequesterConfig(rto_initial_s=60.0, rto_min_s=60.0, rto_max_s=60.0)
+
+        def change(options: Options) -> Options:
+            return replace(options, agent=replace(options.agent, requester=patient))
+
+        async with running_pool(tmp_path, 2, change) as pool:
             # The first agent has the loop's waits for itself: let it be the home.
             pool.controller.homes_of = lambda _bucket: ["node-1"]
             pool.controller.publish()
