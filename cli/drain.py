@@ -25,8 +25,10 @@ _DRAIN = "/v1/drain"
 
 _DESCRIPTION = """\
 Have all that a node holds handed over to the others, and wait until it is; then the node may be
-stopped without the loss of a block. It goes on serving its own engines, and answers for its blocks
-until others have them. Interrupting the wait stops nothing; --undo does.
+stopped without the loss of a block. Where some could not be handed over (larger than the node's
+DRAM, or than their namespace's quota of it), it says how many, and fails. The node goes on serving
+its own engines, and answers for its blocks until others have them. Interrupting the wait stops
+nothing; --undo does.
 """
 
 _EXAMPLES = """\
@@ -74,7 +76,7 @@ async def _run(options: argparse.Namespace) -> int:
             sys.stderr.write(f"{line}\n")
             sys.stderr.flush()
         if done:
-            return EXIT_OK
+            return EXIT_FAILED if _failed(status, options.node) else EXIT_OK
         if options.timeout and loop.time() >= until:
             sys.stderr.write(f"{options.node} is not drained after {options.timeout:g} s\n")
             return EXIT_FAILED
@@ -90,9 +92,19 @@ def progress(status: dict[str, Any], node_id: str) -> tuple[str, bool]:
     if not node["alive"]:
         raise CommandError(f"{node_id} is gone, before all of its blocks were handed over")
     if not node["placed"]:
+        if failed := _failed(status, node_id):
+            return f"{node_id} is drained, but {failed} blocks could not be handed over", True
         return f"{node_id} is drained: it may be stopped", True
     left = sum(other["handover"]["left"] for other in nodes.values())
     total = sum(other["handover"]["total"] for other in nodes.values())
     failed = sum(other["handover"]["failed"] for other in nodes.values())
+    no_room = sum(other["handover"].get("no_room", 0) for other in nodes.values())
     lost = f", {failed} could not be" if failed else ""
-    return f"{node_id}: {total - left} of {total} blocks are handed over{lost}", False
+    waits = f", {no_room} wait for room" if no_room else ""
+    return f"{node_id}: {total - left} of {total} blocks are handed over{lost}{waits}", False
+
+
+def _failed(status: dict[str, Any], node_id: str) -> int:
+    """How many blocks a node could not hand over."""
+    nodes = {node["node_id"]: node for node in status["nodes"]}
+    return int(nodes[node_id]["handover"]["failed"])

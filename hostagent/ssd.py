@@ -31,6 +31,7 @@ from kvcast.hostagent.tiers.ssd.layout import (
 )
 from kvcast.hostagent.tiers.ssd.mapped import open_arena
 from kvcast.hostagent.tiers.ssd.orders import Order
+from kvcast.protocol.messages.wire import BlockId
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +141,7 @@ class SsdOfAgent:
                 store = tier.shelf
                 memory = each[0].map(cut.blocks_offset, cut.slabs * cut.slab_bytes)
         core.use_tiers(self.tiers)
+        core.handover.too_large = _too_large
         for level, (*_, formatted) in zip(self._levels, opened, strict=True):
             found = [number for number, each in enumerate(formatted) if each.found]
             if found:
@@ -255,3 +257,11 @@ class SsdOfAgent:
 
 def _new_identity() -> int:
     return secrets.randbits(63) | 1
+
+
+def _too_large(block: BlockId, size_bytes: int) -> None:
+    log.warning(
+        "blocks cannot be handed over, since they are larger than the arena or their namespace's "
+        "quota: the first is %s of namespace %d, %d bytes",
+        *(block.key.hex(), block.namespace, size_bytes),
+    )

@@ -88,10 +88,12 @@ class Node(SavedNode):
     joining: bool = False
     handed_epoch: int = 0
     """The epoch of the map by which it last said how much it has to hand over: `handed_left` blocks
-    of `handed_total`, beside `handed_failed` that it could not."""
+    of `handed_total`, `handed_no_room` of them for want of room, beside `handed_failed` that it
+    could not."""
     handed_left: int = 0
     handed_total: int = 0
     handed_failed: int = 0
+    handed_no_room: int = 0
     newcomer: bool = False
     """Never placed before: gets its first buckets without waiting to prove itself."""
     arena_used_bytes: int = 0

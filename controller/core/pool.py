@@ -297,6 +297,7 @@ class Pool:
             case HandedOver():
                 node.handed_epoch, node.handed_left = message.epoch, message.left
                 node.handed_total, node.handed_failed = message.total, message.failed
+                node.handed_no_room = message.no_room
                 return []
             case NamespaceRequest():
                 return self._namespace(connection, message, now)
@@ -884,6 +885,7 @@ class Pool:
                         "left": node.handed_left,
                         "total": node.handed_total,
                         "failed": node.handed_failed,
+                        "no_room": node.handed_no_room,
                     },
                     "programmed": node.node_id in self.programmed_nodes,
                     "buckets": homes.get(node.node_id, 0),

@@ -18,8 +18,10 @@ same. Bounds: `max_in_flight` calls; `rate_bytes_per_s`; `MAX_WAITING` blocks. A
 made again after a pause: of a repair `TRIES` times in all, of a move as long as the map wants it
 (whoever is being drained must not go with the only copy), unless the other refuses the caller. What
 leaves DRAM for a lower tier before its turn comes is brought back from there; where there is no
-room for it, that is tried again like a call. A home holds what is in its buckets, whether or not
-its own engines may use the namespace.
+room for it now, that is tried again like a call, and said (`HandedOver.no_room`), since what is
+pinned there may stay so for long. What is larger than the arena or the namespace's quota is not
+waited for: it has failed. A home holds what is in its buckets, whether or not its own engines may
+use the namespace.
 """
 
 from __future__ import annotations
@@ -72,6 +74,8 @@ class _Task:
     spare: bool
     """Only if there is room to spare."""
     tries: int = 0
+    no_room: bool = False
+    """There was none for it when it was last tried."""
     recalled: bool = False
     """It has been asked for in the lower tier, once."""
     held: Copy | None = None
@@ -90,6 +94,8 @@ class HandoverCounters:
     """Another node has them now, or had them."""
     bytes: int = 0
     failed: int = 0
+    too_large: int = 0
+    """Of these, blocks of a lower tier that DRAM, or the namespace's quota of it, cannot hold."""
 
 
 class Handover:
@@ -100,6 +106,9 @@ class Handover:
         self.counters = HandoverCounters()
         self.progressed: Callable[[float], None] = lambda _now: None
         """Told when a call has ended."""
+        self.too_large: Callable[[BlockId, int], None] = lambda _block, _size_bytes: None
+        """Told of the first block of a map that cannot come to DRAM for its size."""
+        self._told_too_large = False
         self.lower: Callable[[], Iterable[BlockId]] = tuple
         """The blocks that lie in a lower tier."""
         self.recall: Callable[[float, BlockId, Callable[[], None]], bool] = _no_recall
@@ -116,6 +125,8 @@ class Handover:
         self._total = 0
         """Tasks of moves since the first map of this row of changes."""
         self._failed = 0
+        self._no_room = 0
+        """Tasks of moves for which there was no room when they were last tried."""
         self._done: set[tuple[int, str]] = set()
         """Buckets, and nodes that have been offered all of them."""
         self._may_send_at = 0.0
@@ -144,6 +155,7 @@ class Handover:
         }
         repairs = self._repairs(old, pool) if old is not None else {}
         self._reported = None
+        self._told_too_large = False
         if not moves and not repairs:
             return
         for block in dict.fromkeys((*self._store.blocks(), *self.lower())):
@@ -168,7 +180,7 @@ class Handover:
         pool = self._outbox.pool
         if pool is None or pool.is_settled:
             return None
-        told = HandedOver(pool.epoch, self._moving, self._total, self._failed)
+        told = HandedOver(pool.epoch, self._moving, self._total, self._failed, self._no_room)
         if told == self._reported or (self._moving and now < self._report_at):
             return None
         self._reported, self._report_at = told, now + REPORT_S
@@ -251,11 +263,18 @@ class Handover:
             self._over(task)  # nobody is there to take it
             return
         if copy is None:
-            if self._store.below.holds(task.block):
-                # DRAM has no room for it, perhaps because of others that are being sent.
-                self._not_landed(now, task)
-            else:
+            size_bytes = self._store.below.size_of(task.block)
+            if not size_bytes:
                 self._over(task)  # there is nothing to hand over any more
+            elif self._store.could_hold(task.block.namespace, size_bytes):
+                # DRAM has no room for it, perhaps because of others that are being sent.
+                self._not_landed(now, task, no_room=True)
+            else:
+                self.counters.too_large += 1
+                if not self._told_too_large:
+                    self._told_too_large = True
+                    self.too_large(task.block, size_bytes)
+                self._not_landed(now, task, again=False)
             return
         self._in_flight += 1
         self._may_send_at += copy.size_bytes / self.options.rate_bytes_per_s
@@ -313,13 +332,17 @@ class Handover:
             task.recalled = False
             self._tasks.append(task)
         else:
-            again = outcome not in _HOPELESS and (outcome != bulk.NO_ROOM or not task.spare)
-            self._not_landed(now, task, again=again)
+            no_room = outcome == bulk.NO_ROOM
+            again = outcome not in _HOPELESS and not (no_room and task.spare)
+            self._not_landed(now, task, again=again, no_room=no_room)
         self.advance(now)
         self.progressed(now)
 
-    def _not_landed(self, now: float, task: _Task, *, again: bool = True) -> None:
+    def _not_landed(
+        self, now: float, task: _Task, *, again: bool = True, no_room: bool = False
+    ) -> None:
         """Try a task once more after a pause, if that may help and it was not tried too often."""
+        self._note_room(task, no_room)
         task.tries += 1
         if again and (task.tries < TRIES or not task.spare):
             again_at = now + pause_after(task.tries, RETRY_S, RETRY_MAX_S)
@@ -330,5 +353,11 @@ class Handover:
         self._failed += not task.spare
         self._over(task)
 
+    def _note_room(self, task: _Task, no_room: bool) -> None:
+        if not task.spare:
+            self._no_room += no_room - task.no_room
+        task.no_room = no_room
+
     def _over(self, task: _Task) -> None:
+        self._note_room(task, no_room=False)
         self._moving -= not task.spare

@@ -28,6 +28,10 @@ class LowerTiers:
         """As `store.Below`."""
         return any(tier.holds(block) for tier in self._tiers)
 
+    def size_of(self, block: BlockId) -> int:
+        """As `store.Below`."""
+        return max(tier.size_of(block) for tier in self._tiers)
+
     def advance(self, now: float) -> None:
         """As `store.Below`."""
         for tier in self._tiers:

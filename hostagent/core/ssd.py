@@ -380,6 +380,11 @@ class SsdTier:
         """As `store.Below`."""
         return self._look(block) is not None
 
+    def size_of(self, block: BlockId) -> int:
+        """As `store.Below`."""
+        held = self._look(block)
+        return 0 if held is None else held.size_bytes
+
     def _look(self, block: BlockId) -> Copy | None:
         if block in self._found and self._begun:
             self._claim(block)

@@ -208,6 +208,10 @@ class Below(Protocol):
         """Whether it has the block."""
         ...
 
+    def size_of(self, block: BlockId) -> int:
+        """How many bytes a block has there; 0 if it is not there."""
+        ...
+
     def advance(self, now: float) -> None:
         """As `Store.advance`."""
         ...
@@ -258,6 +262,9 @@ class _NothingBelow:
 
     def holds(self, block: BlockId) -> bool:
         return False
+
+    def size_of(self, block: BlockId) -> int:
+        return 0
 
     def advance(self, now: float) -> None:
         pass
@@ -639,6 +646,13 @@ class Store:
         return self.used_bytes + reserved_bytes <= self.allocator.capacity_bytes * _NOT_SPARE and (
             not quota or self.namespace_bytes(namespace) + reserved_bytes <= quota
         )
+
+    def could_hold(self, namespace: int, size_bytes: int) -> bool:
+        """Whether a block of that size fits into the arena, and into the namespace's quota, if
+        nothing else is there."""
+        reserved_bytes = self.allocator.extent_bytes(size_bytes)
+        quota = self.quota_of(namespace) or reserved_bytes
+        return reserved_bytes <= min(quota, self.allocator.capacity_bytes)
 
     def reserve(
         self, block: BlockId, size_bytes: int, *, parent: bytes = b"", depth: int = 0

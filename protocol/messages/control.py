@@ -242,12 +242,15 @@ class Kept(Struct, frozen=True, tag="kept"):
 
 class HandedOver(Struct, frozen=True, tag="handed_over"):
     """How far this node is with handing over what the map of `epoch` moves: `left` blocks of
-    `total` that it has begun with; `failed` of them could not be handed over."""
+    `total` that it has begun with; `failed` of them could not be handed over. `no_room`: those that
+    are left, and found no room when they were last tried: in this node's DRAM, to which the disk
+    was to give them, or where they go."""
 
     epoch: U64
     left: U64
     total: U64
     failed: U64
+    no_room: U64 = 0
 
 
 class NamespaceRequest(Struct, frozen=True, tag="namespace_request"):

@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from kvcast.cli import main, shell, status
+from kvcast.cli import drain, main, shell, status
 from kvcast.cli.blocks import key_from
 from kvcast.hostagent.core.metrics import FETCH_BOUNDS_S, Histogram
 from kvcast.service import commands
@@ -153,6 +153,38 @@ def test_wrong_usage_is_status_2(words: list[str]) -> None:
     ran = _run(*words, env={"KVCAST_SOCKET": ""} if words[0] == "get" else None)
     assert ran.returncode == 2
     assert "usage:" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("placed", "left", "failed", "no_room", "said"),
+    [
+        (True, 4, 0, 0, "node-1: 8 of 12 blocks are handed over"),
+        (True, 4, 1, 3, "node-1: 8 of 12 blocks are handed over, 1 could not be, 3 wait for room"),
+        (False, 0, 0, 0, "node-1 is drained: it may be stopped"),
+        (False, 0, 2, 0, "node-1 is drained, but 2 blocks could not be handed over"),
+    ],
+)
+def test_draining_says_what_waits_and_fails_where_something_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    placed: bool,
+    left: int,
+    failed: int,
+    no_room: int,
+    said: str,
+) -> None:
+    counts = {"left": left, "total": 12, "failed": failed, "no_room": no_room}
+    other = {"left": 0, "total": 0, "failed": 0, "no_room": 0}
+    node = {"node_id": "node-1", "draining": True, "alive": True, "placed": placed}
+    nodes = [node | {"handover": counts}, {"node_id": "node-2", "handover": other}]
+
+    async def ask(_method: str, _path: str, _body: object = None) -> dict[str, object]:
+        return {"nodes": nodes}
+
+    monkeypatch.setattr(drain, "controller_api", lambda _options: ask)
+    ended = drain.main(["node-1", "--timeout", "0.01"])
+    assert ended == (1 if placed or failed else 0)
+    assert capsys.readouterr().err.splitlines()[0] == said
 
 
 def test_debug_shows_the_traceback_that_is_otherwise_hidden() -> None:

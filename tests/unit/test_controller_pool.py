@@ -1204,6 +1204,26 @@ def test_a_node_that_is_drained_keeps_its_buckets_until_others_have_its_blocks()
     assert not driver.pool.membership.nodes["node-2"].placed
 
 
+def test_what_finds_no_room_keeps_a_drained_node_and_what_cannot_be_handed_over_does_not() -> None:
+    driver = holding_pool()
+    driver.pool.drain("node-2")
+    driver.round()
+
+    def handover() -> dict[str, int]:
+        status = {n["node_id"]: n for n in driver.pool.status(driver.now)["nodes"]}
+        return {name: status["node-2"]["handover"][name] for name in ("left", "failed", "no_room")}
+
+    hand_over(driver, 1)
+    driver.say(2, HandedOver(driver.pool.epoch, 2, 9, 1, no_room=2))
+    driver.round()
+    assert handover() == {"left": 2, "failed": 1, "no_room": 2}
+    assert driver.pool.membership.nodes["node-2"].placed
+    driver.say(2, HandedOver(driver.pool.epoch, 0, 9, 1))
+    driver.round()
+    assert handover() == {"left": 0, "failed": 1, "no_room": 0}
+    assert not driver.pool.membership.nodes["node-2"].placed
+
+
 def test_the_last_node_cannot_be_drained_nor_one_that_is_not_there() -> None:
     driver = holding_pool()
     driver.pool.drain("node-1")

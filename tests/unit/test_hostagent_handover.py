@@ -20,7 +20,7 @@ from kvcast.hostagent.core.handover import (
     HandoverOptions,
 )
 from kvcast.hostagent.core.pool import Pool
-from kvcast.hostagent.core.store import Below, Store
+from kvcast.hostagent.core.store import Below, Store, StoreRules
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.protocol.links.bulk import EVICTED, UNREACHABLE, PutCall
 from kvcast.protocol.messages import bulk
@@ -350,8 +350,9 @@ class Disk:
         self._blocks = blocks
         self.recalled: list[BlockId] = []
         self.room = True
+        self.size_bytes = SIZE
         below = mock.create_autospec(Below, instance=True)
-        below.holds.side_effect = lambda which: which in blocks
+        below.size_of.side_effect = lambda which: self.size_bytes if which in blocks else 0
         bench.store.below = below
         bench.core.lower = lambda: blocks
         bench.core.recall = self._recall
@@ -391,12 +392,65 @@ def test_what_dram_has_no_room_for_is_waited_for() -> None:
         assert bench.core.get_timer() is not None
         bench.wait(10 * RETRY_S)
         assert bench.offered() == []
-        assert bench.core.report(bench.now) in (HandedOver(1, 1, 1, 0), None)
+        assert bench.core.report(bench.now) in (HandedOver(1, 1, 1, 0, no_room=1), None)
     assert len(disk.recalled) == TRIES + 1
     disk.room = True
     bench.wait(10 * RETRY_S)
     assert bench.end_all() == 1
     assert bench.core.report(bench.now) == HandedOver(1, 0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "quota_bytes"), [(64 * SLAB + 1, 0), (2 * SLAB, SLAB), (SLAB, SLAB // 2)]
+)
+def test_what_can_never_come_to_dram_fails_at_once_and_is_named(
+    size_bytes: int, quota_bytes: int
+) -> None:
+    bench = Bench(blocks=0)
+    bench.store.configure({1: StoreRules(quota_bytes=quota_bytes)})
+    disk = Disk(bench, block(7), block(8))
+    disk.room = False
+    disk.size_bytes = size_bytes
+    told: list[tuple[BlockId, int]] = []
+    bench.core.too_large = lambda which, size: told.append((which, size))
+    bench.use(pool([1, 2], settled=1))
+    assert bench.core.report(bench.now) == HandedOver(1, 0, 2, 2)
+    assert bench.core.get_timer() is None, "nothing is tried again"
+    assert (bench.core.counters.failed, bench.core.counters.too_large) == (2, 2)
+    assert told == [(block(7), size_bytes)], "once for each map"
+
+
+def test_what_just_fits_is_waited_for() -> None:
+    bench = Bench(blocks=0)
+    bench.store.configure({1: StoreRules(quota_bytes=2 * SLAB)})
+    disk = Disk(bench, block(7))
+    disk.room = False
+    disk.size_bytes = 2 * SLAB
+    bench.use(pool([1, 2], settled=1))
+    assert bench.core.report(bench.now) == HandedOver(1, 1, 1, 0, no_room=1)
+
+
+def test_it_is_said_how_many_find_no_room_where_they_go() -> None:
+    bench = Bench(blocks=3)
+    bench.use(pool([1, 2], settled=1))
+    first, second, third = bench.calls()
+    for call, outcome in ((first, bulk.NO_ROOM), (second, UNREACHABLE), (third, bulk.DONE)):
+        assert call.begin()
+        call.ended(bench.now, outcome)
+    assert bench.core.report(bench.now) == HandedOver(1, 2, 3, 0, no_room=1)
+    bench.wait(10 * RETRY_S)
+    assert bench.end_all() == 2
+    assert bench.core.report(bench.now) == HandedOver(1, 0, 3, 0)
+
+
+def test_what_finds_no_room_is_not_counted_any_more_when_its_target_is_gone() -> None:
+    bench = Bench(blocks=1)
+    bench.use(pool([1, 2], settled=1))
+    assert bench.end_all(bulk.NO_ROOM) == 1
+    bench.use(pool([1, 3], settled=1, epoch=2, nodes=(1, 3)))
+    assert bench.end_all() == 1
+    bench.wait(10 * RETRY_S)
+    assert bench.core.report(bench.now) == HandedOver(2, 0, 2, 0)
 
 
 def test_a_repair_that_dram_has_no_room_for_is_tried_some_times() -> None:

@@ -117,6 +117,18 @@ def test_blocks_go_down_a_tier_at_a_time_and_each_comes_back_whole() -> None:
     assert bench.tiers[1].counters.promotions > 0
 
 
+def test_it_is_known_how_large_a_block_is_wherever_it_lies() -> None:
+    bench = Bench()
+    bench.fill(range(60))
+    bench.put(60, b"short")
+    bench.fill(range(61, 80))
+    assert {bench.where(number)[-1] for number in range(80)} == {"d", "n", "f"}
+    for number in range(80):
+        below = bench.where(number) != "d"
+        assert bench.below.size_of(block(number)) == below * (5 if number == 60 else SIZE)
+    assert bench.where(60) != "d"
+
+
 def test_what_is_read_once_from_the_far_tier_passes_and_what_comes_again_stays() -> None:
     bench = Bench()
     bench.fill(range(60))
