@@ -220,6 +220,7 @@ class AgentCore:
         self.handover = Handover(options.handover, store, self.outbox)
         self.handover.progressed = self._report_handover
         self.serving.came = self.handover.came
+        self.writes.replicate_late = self.handover.replicate
         reservations = Reservations(store, memory)
         self.requester = Requester(
             replace(

@@ -3,7 +3,7 @@
 Owns: which of this node's blocks another is to be sent because the map has changed, in which order,
 how fast, and how much is left. Must not know: sockets, or why the map has changed.
 
-Two kinds of changes:
+Three kinds of tasks:
 
 - *moves*: a node joins, or one is drained. The map lists, behind the nodes that hold a bucket's
   blocks (`PoolMap.settled` of them), those that are to take it over. Each of the former sends the
@@ -12,11 +12,12 @@ Two kinds of changes:
 - *repairs*: a node is gone, and another is listed in its place; or another was given a bucket of
   ours at once, since the controller knew of no blocks yet. Whoever held the bucket before sends it
   what it has, if there is room to spare.
+- *late replicas*: the copy of a put has left DRAM before it was its turn to go to a further home.
 
 Whoever is offered a block that it has says so, and no bytes are sent; so several may offer the
 same. Bounds: `max_in_flight` calls; `rate_bytes_per_s`; `MAX_WAITING` blocks. A call that fails is
-made again after a pause: of a repair `TRIES` times in all, of a move as long as the map wants it
-(whoever is being drained must not go with the only copy), unless the other refuses the caller. What
+made again after a pause: of a move as long as the map wants it (whoever is being drained must not
+go with the only copy), of others `TRIES` times in all, unless the other refuses the caller. What
 leaves DRAM for a lower tier before its turn comes is brought back from there; where there is no
 room for it now, that is tried again like a call, and said (`HandedOver.no_room`), since what is
 pinned there may stay so for long. What is larger than the arena or the namespace's quota is not
@@ -71,7 +72,9 @@ class _Task:
 
     block: BlockId
     node_id: str
-    spare: bool
+    move: bool = False
+    """Whether the map waits for it."""
+    spare: bool = False
     """Only if there is room to spare."""
     tries: int = 0
     no_room: bool = False
@@ -161,7 +164,7 @@ class Handover:
         for block in dict.fromkeys((*self._store.blocks(), *self.lower())):
             bucket = bucket_of(block.key)
             for node_id in moves.get(bucket, ()):
-                self._add(_Task(block, node_id, spare=False))
+                self._add(_Task(block, node_id, move=True))
             for node_id in repairs.get(bucket, ()):
                 self._add(_Task(block, node_id, spare=True))
         self._done.update((bucket, n) for bucket, nodes in moves.items() for n in nodes)
@@ -173,7 +176,15 @@ class Handover:
             bucket = bucket_of(block.key)
             if pool.node_id in pool.holders_of(bucket):
                 for node_id in pool.incoming_of(bucket):
-                    self._add(_Task(block, node_id, spare=False))
+                    self._add(_Task(block, node_id, move=True))
+
+    def replicate(self, block: BlockId, node_id: str) -> bool:
+        """A put's copy has left DRAM before it was sent to one of the block's homes; False where it
+        cannot be had any more."""
+        if self._store.peek(block) is None and not self._store.below.size_of(block):
+            return False
+        self._add(_Task(block, node_id))
+        return True
 
     def report(self, now: float) -> HandedOver | None:
         """How much is left, if that is news: whenever nothing is left, and else now and then."""
@@ -234,10 +245,10 @@ class Handover:
     def _add(self, task: _Task) -> None:
         if self.left >= MAX_WAITING:
             self.counters.failed += 1
-            self._failed += not task.spare
+            self._failed += task.move
             return
         self._tasks.append(task)
-        if not task.spare:
+        if task.move:
             self._moving += 1
             self._total += 1
 
@@ -333,7 +344,7 @@ class Handover:
             self._tasks.append(task)
         else:
             no_room = outcome == bulk.NO_ROOM
-            again = outcome not in _HOPELESS and not (no_room and task.spare)
+            again = outcome not in _HOPELESS and not (no_room and not task.move)
             self._not_landed(now, task, again=again, no_room=no_room)
         self.advance(now)
         self.progressed(now)
@@ -344,20 +355,20 @@ class Handover:
         """Try a task once more after a pause, if that may help and it was not tried too often."""
         self._note_room(task, no_room)
         task.tries += 1
-        if again and (task.tries < TRIES or not task.spare):
+        if again and (task.tries < TRIES or task.move):
             again_at = now + pause_after(task.tries, RETRY_S, RETRY_MAX_S)
             task.recalled = False
             heapq.heappush(self._later, (again_at, next(self._serial), task))
             return
         self.counters.failed += 1
-        self._failed += not task.spare
+        self._failed += task.move
         self._over(task)
 
     def _note_room(self, task: _Task, no_room: bool) -> None:
-        if not task.spare:
+        if task.move:
             self._no_room += no_room - task.no_room
         task.no_room = no_room
 
     def _over(self, task: _Task) -> None:
         self._note_room(task, no_room=False)
-        self._moving -= not task.spare
+        self._moving -= task.move

@@ -83,6 +83,8 @@ class Metrics:
     replications_dropped_total: int = 0
     """Copies for further replicas that were not sent: the queue was full, or they were evicted
     while they waited in it."""
+    replications_late_total: int = 0
+    """Whose copy had left DRAM for a lower tier when their turn came, and is sent from there."""
     # bytes of blocks, headers not counted
     payload_bytes_sent_bulk_get_total: int = 0
     payload_bytes_sent_bulk_put_total: int = 0

@@ -11,8 +11,9 @@ once. A put of which no home has a copy ends as "unavailable": the bytes stay he
 copy, and the caller may try again.
 
 A copy is pinned while somebody waits for its acknowledgement, and while it is being sent. One
-that merely waits for its turn towards a further replica may be evicted, and is then left out: a
-put is never refused because replication is slow.
+that merely waits for its turn towards a further replica may be evicted: a put is never refused
+because replication is slow. If it lies in a lower tier then, `handover` sends it from there; else
+that replica is left out.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.store import COMMITTED, DOOMED, Copy, StaleReservationError, Store
 from kvcast.protocol.links.bulk import EVICTED, PutCall
 from kvcast.protocol.messages import bulk, local
-from kvcast.protocol.messages.wire import digest_of
+from kvcast.protocol.messages.wire import BlockId, digest_of
 
 ACK_HOME: Final = "home"
 ACK_LOCAL: Final = "local"
@@ -94,6 +95,8 @@ class Writes:
         self._metrics = metrics
         self.replications = 0
         """Copies on their way or waiting for it."""
+        self.replicate_late: Callable[[BlockId, str], bool] = lambda _block, _node_id: False
+        """Sends a block that has left DRAM to a node, later; False where it cannot be had."""
         self.was_pushed: Callable[[int, int], None] = lambda _namespace, _size_bytes: None
         """Told of every block, by namespace and size in bytes, that compiled code has sent home."""
 
@@ -201,6 +204,9 @@ class Writes:
         self._metrics.replications_total += 1
         put.waiting.add(node)
         copy = put.copy
+        pool = self._outbox.pool
+        assert pool is not None
+        node_id = pool.nodes[node].node_id
         pinned = False
 
         def begin() -> bool:
@@ -223,7 +229,9 @@ class Writes:
                 if node == put.first_home and put.ack == ACK_HOME:
                     self._answer(batch, put, local.OK)
             elif outcome == EVICTED:
-                self._metrics.replications_dropped_total += 1
+                late = self.replicate_late(copy.block, node_id)
+                self._metrics.replications_late_total += late
+                self._metrics.replications_dropped_total += not late
             else:
                 self._metrics.replications_failed_total += 1
                 if outcome == bulk.NO_ROOM:
@@ -233,10 +241,8 @@ class Writes:
             self._settle(batch, put)
 
         deadline = now + self._options.replicate_timeout_s
-        pool = self._outbox.pool
-        assert pool is not None
         # Who may not read the namespace is not sent its bytes before it has refused them.
-        at_once = bool(pool.may_use(copy.block.namespace, pool.nodes[node].node_id))
+        at_once = bool(pool.may_use(copy.block.namespace, node_id))
         self._outbox.calls.append(
             PutCall(node, copy, epoch, meaning, deadline, begin, ended, at_once)
         )

@@ -15,9 +15,11 @@ from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.pool import Pool, PoolMapError
 from kvcast.hostagent.core.reads import GetBatch, GetItem
 from kvcast.hostagent.core.sessions import AHEAD_OF_ARENA, AHEAD_OF_QUOTA, Session
+from kvcast.hostagent.core.ssd import SsdRules, SsdTier
 from kvcast.hostagent.core.store import Copy, Store, StoreRules
 from kvcast.hostagent.core.writes import PutBatch, WriteOptions
 from kvcast.hostagent.tiers.arena import Allocator
+from kvcast.hostagent.tiers.ssd.layout import cut_of, open_formatted
 from kvcast.protocol.links.bulk import (
     EVICTED,
     UNREACHABLE,
@@ -58,6 +60,7 @@ from kvcast.protocol.messages.wire import (
     digest_of,
 )
 from kvcast.protocol.requester import MissReason
+from kvcast.simulation.disk import SimDisk
 
 SLAB = 64 * 1024
 
@@ -507,6 +510,71 @@ def test_a_waiting_replication_may_be_evicted_and_a_waited_for_one_may_not() -> 
     copy = node.core.store.peek(BlockId(1, key(1)))
     assert copy is not None
     assert copy.pins == 1
+
+
+def over_a_disk(node: Node) -> Callable[[], None]:
+    """Put a disk below a node's DRAM; what is returned has the disk do all that it is to do."""
+    disk, cut = SimDisk(random.Random(1)), cut_of("node", 8 * SLAB, SLAB // 16, SLAB * 2)
+    formatted = open_formatted(disk, cut, 7)
+    rules = SsdRules(high_share=0.5, low_share=0.25)
+    tier = SsdTier(rules, node.core.store, node.memory, [formatted], epoch_s=1e9)
+    node.core.use_tiers([tier])
+
+    def work() -> None:
+        while orders := tier.take_orders(node.now):
+            for order in orders:
+                error, digest = disk.do(order)
+                order.ended(node.now, error, digest)
+
+    return work
+
+
+def test_a_replica_whose_copy_has_gone_to_the_disk_meanwhile_is_sent_from_there() -> None:
+    node = Node(1, slabs=4)
+    work = over_a_disk(node)
+    node.take_map(pool_map([1, 3]))
+    node.put(1, b"a" * SLAB)
+    (waiting,) = node.calls()
+    for number in (2, 3, 4):
+        node.put(number, b"b" * SLAB)
+        work()
+    block = BlockId(1, key(1))
+    assert node.core.store.peek(block) is None
+    assert node.core.store.lies_below(block)
+    node.calls()
+    assert isinstance(waiting, PutCall)
+    assert not waiting.begin()
+    waiting.ended(node.now, EVICTED)
+    node.core.handle_timer(node.now)
+    work()
+    (late,) = node.calls()
+    assert isinstance(late, PutCall)
+    assert (late.node, late.copy.block, late.spare) == (3, block, False)
+    assert late.begin()
+    copy = node.core.store.peek(block)
+    assert copy is late.copy
+    assert bytes(node.memory[copy.offset : copy.offset + copy.size_bytes]) == b"a" * SLAB
+    late.ended(node.now, bulk.DONE)
+    assert copy.pins == 0
+    assert node.core.metrics.replications_late_total == 1
+    assert node.core.metrics.replications_dropped_total == 0
+    assert (node.core.handover.left, node.core.handover.counters.blocks) == (0, 1)
+
+
+def test_a_put_that_all_homes_acknowledge_keeps_its_copy_in_dram_until_they_have() -> None:
+    node = Node(1, slabs=4)
+    work = over_a_disk(node)
+    node.take_map(pool_map([1, 3]))
+    results = node.put(1, b"a" * SLAB, "replicas")
+    (waiting,) = node.calls()
+    for number in (2, 3, 4):
+        node.put(number, b"b" * SLAB, "local")
+        work()
+    assert isinstance(waiting, PutCall)
+    assert waiting.begin()
+    assert results == []
+    waiting.ended(node.now, bulk.DONE)
+    assert [(r.status, r.copies) for r in results] == [(local.OK, 2)]
 
 
 def test_replications_are_bounded() -> None:

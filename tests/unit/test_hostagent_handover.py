@@ -475,6 +475,34 @@ def test_what_dram_has_no_room_for_is_over_with_its_target() -> None:
     assert bench.core.left == 0
 
 
+def test_a_late_replica_is_no_move_and_is_given_up_where_there_is_no_room() -> None:
+    bench = Bench(blocks=1)
+    bench.use(pool([1, 2], settled=1, epoch=5))
+    assert bench.end_all() == 1
+    assert bench.core.report(bench.now) == HandedOver(5, 0, 1, 0)
+    for outcome in (bulk.DONE, bulk.NO_ROOM):
+        assert bench.core.replicate(block(0), "node-2")
+        assert bench.core.report(bench.now) is None, "nothing that the map waits for"
+        bench.core.advance(bench.now)
+        (call,) = bench.calls()
+        assert not call.spare
+        assert call.begin()
+        call.ended(bench.now, outcome)
+        assert (bench.core.left, bench.core.report(bench.now)) == (0, None)
+    assert bench.core.counters.failed == 1
+
+
+def test_a_late_replica_that_cannot_be_reached_is_tried_some_times() -> None:
+    bench = Bench(blocks=1)
+    bench.use(pool([1, 2]))
+    assert bench.core.replicate(block(0), "node-2")
+    for _ in range(2 * TRIES):
+        bench.wait(10 * RETRY_S)
+        bench.end_all(UNREACHABLE)
+    assert (bench.core.left, bench.core.counters.failed) == (0, 1)
+    assert not bench.core.replicate(block(5), "node-2"), "there is no such block"
+
+
 def test_what_would_wait_beyond_the_bound_is_left_out_and_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
