@@ -301,6 +301,9 @@ class CallingCard:
         self._loop = asyncio.get_running_loop()
         self._card = card = OpenCard(port.name)
         try:
+            # What is read from others lands there. `verbs` has registered the arena as well, with
+            # the right to bind windows, but in pyverbs' protection domain, which pyverbs gives
+            # nobody else; a key of the one is worth nothing to a queue pair of the other.
             self.local_key, _ = card.register(memory, libverbs.LOCAL_WRITE)
             self._completions = card.make_completions(entries)
             self._polled = (ctypes.c_uint32 * (_POLLED * COMPLETION_WORDS))()

@@ -309,6 +309,10 @@ class LandingZone:
         card, zone = self._card, memoryview(self._memory)
         access = libverbs.LOCAL_WRITE | libverbs.REMOTE_WRITE
         _, self.key = card.register(zone, access, ZONE_ADDRESS)
+        # Not `CallingCard`'s registration, nor the windows' (`verbs`), though the rights of either
+        # would do: a registration is of one protection domain, as its queue pairs are, and the zone
+        # has its own, of a card that it opens itself, so that all of a broken pair goes with it.
+        # Nobody but this pair reads by this one: it gives no right to write, nor to others.
         local_key, _ = card.register(arena, 0)
         self._received = card.make_completions(RECEIVES)
         self._sent = card.make_completions(_SENDS)

@@ -201,6 +201,7 @@ class Card:
         self._max_pairs = max(1, min(self._options.max_pairs, entries // self._depth))
         self._completion_queue = pyverbs.cq.CQ(self._context, entries, None, self._channel, 0)
         self._completion_queue.req_notify()
+        # For windows alone: what this node orders itself goes by `CallingCard`'s registration.
         self._region = pyverbs.mr.MR(
             self._domain,
             len(memory),
