@@ -120,6 +120,16 @@ def test_what_is_taken_out_costs_nothing_and_the_rest_keeps_its_order() -> None:
     assert not queue.is_contended
 
 
+def turns_of(queue: FairQueue[Item], count: int) -> list[int | None]:
+    """Whose so many turns are that are taken now."""
+    turns = []
+    for _ in range(count):
+        turns.append(flow := queue.next_flow())
+        assert flow is not None
+        queue.take(flow)
+    return turns
+
+
 def test_what_turns_out_to_cost_more_is_paid_for() -> None:
     queue = make([1.0] * FLOWS)
     for number in range(10):
@@ -127,13 +137,7 @@ def test_what_turns_out_to_cost_more_is_paid_for() -> None:
         queue.push((1, 1, number))
     queue.take(0)
     queue.charge(0, 5)
-    turns = []
-    for _ in range(6):
-        flow = queue.next_flow()
-        assert flow is not None
-        turns.append(flow)
-        queue.take(flow)
-    assert turns == [1] * 6
+    assert turns_of(queue, 6) == [1] * 6
 
 
 def test_what_cost_as_much_as_was_thought_changes_nothing() -> None:
@@ -145,13 +149,7 @@ def test_what_cost_as_much_as_was_thought_changes_nothing() -> None:
     for _ in range(10):
         queue.take(0)
     queue.charge(1, 0)
-    turns = []
-    for _ in range(10):
-        flow = queue.next_flow()
-        assert flow is not None
-        turns.append(flow)
-        queue.take(flow)
-    assert turns == [1] * 10
+    assert turns_of(queue, 10) == [1] * 10
 
 
 def test_flows_that_are_gone_are_forgotten_at_the_bound() -> None:

@@ -589,16 +589,22 @@ def test_a_put_that_was_begun_ends_at_the_next_agent() -> None:
     assert not list(Ledger(machine.ledger_memory).found())
 
 
-def test_a_commit_that_was_not_answered_may_be_asked_for_again() -> None:
+def died_in_a_commit() -> tuple[Machine, Guest, int]:
+    """A client put block 9 by this ticket, and the agent died before it answered."""
     machine = Machine()
     guest = Guest(machine)
     (extent,) = guest.ask(local.Alloc(1, 1, [block(9).key], [5000])).extents
     machine.memory[extent.offset : extent.offset + 5000] = content(9, 5000)
     copy = guest.session._tickets[extent.ticket]
-    machine.store.commit(copy, digest_of(content(9, 5000)), home=True)  # and here it died
+    machine.store.commit(copy, digest_of(content(9, 5000)), home=True)
     machine.start()
     guest.reborn([extent.ticket])
-    committed = guest.ask(local.Commit(2, [extent.ticket], "local"))
+    return machine, guest, extent.ticket
+
+
+def test_a_commit_that_was_not_answered_may_be_asked_for_again() -> None:
+    machine, guest, ticket = died_in_a_commit()
+    committed = guest.ask(local.Commit(2, [ticket], "local"))
     assert [result.status for result in committed.blocks] == [local.OK]
     machine.recover()
     assert machine.held()[9] == content(9, 5000)
@@ -606,16 +612,9 @@ def test_a_commit_that_was_not_answered_may_be_asked_for_again() -> None:
 
 
 def test_a_commit_that_was_not_answered_ends_even_if_the_block_was_dropped_since() -> None:
-    machine = Machine()
-    guest = Guest(machine)
-    (extent,) = guest.ask(local.Alloc(1, 1, [block(9).key], [5000])).extents
-    machine.memory[extent.offset : extent.offset + 5000] = content(9, 5000)
-    copy = guest.session._tickets[extent.ticket]
-    machine.store.commit(copy, digest_of(content(9, 5000)), home=True)  # and here it died
-    machine.start()
-    guest.reborn([extent.ticket])
+    machine, guest, ticket = died_in_a_commit()
     assert machine.store.drop(block(9))
-    committed = guest.ask(local.Commit(2, [extent.ticket], "local"))
+    committed = guest.ask(local.Commit(2, [ticket], "local"))
     assert [result.status for result in committed.blocks] == [local.OK]
     machine.recover()
     assert machine.held() == {}
