@@ -199,8 +199,9 @@ def read_of(token: int) -> Read:
 
 
 async def test_what_a_card_still_says_of_a_pair_that_is_gone_is_not_said_of_the_next(
-    soft: tuple[CallingCard, SoftCard],
+    soft: tuple[CallingCard, SoftCard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(calling_card, "SLOW_S", 3600.0)
     card, below = soft
     told: list[Completed] = []
     gone = card.make_pair(told.extend)
