@@ -118,7 +118,7 @@ class _Process(Process):
         self._next_check = 0.0
         self._abandon: Callable[[], None] = _nothing
         self.pool = _WatchedPool(
-            machine._decided,
+            self._decided,
             machine._may_answer,
             machine.options,
             machine.store.load(),
@@ -142,6 +142,11 @@ class _Process(Process):
         )
         self.loop.use(self.switch, self)
         self._sleep()
+
+    def _decided(self, pool_map: PoolMap) -> None:
+        # A backup has no agents and programs nothing: nobody ever has its empty maps.
+        if not self.loop.is_backup:
+            self._machine._decided(pool_map)
 
     def die(self) -> None:
         self._dead = True
