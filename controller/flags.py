@@ -385,10 +385,11 @@ def _settle(flags: ControllerFlags) -> Setup:
 def pool_options(flags: ControllerFlags) -> PoolOptions:
     """The core's options from the flags and the target's profile."""
     profile = profiles[flags.target]
+    lease_ticks = _lease_ticks(flags.coalesce_lease_s, profile)
     return PoolOptions(
         settings=Settings(
             enabled=not flags.plain,
-            lease_ticks=_lease_ticks(flags.coalesce_lease_s, profile),
+            lease_ticks=lease_ticks,
             heat_threshold=flags.heat_threshold,
             router_mac=flags.router_mac,
             device_ports=flags.device_ports or profile.device_ports,
@@ -398,6 +399,7 @@ def pool_options(flags: ControllerFlags) -> PoolOptions:
         ),
         slots=profile.slots,
         read_padding_bytes=profile.read_padding_bytes,
+        read_lease_s=lease_ticks * profile.tick_us / 1e6,
         lease_s=flags.lease_s,
         rebalance_after_s=flags.rebalance_after_s,
         replicas=flags.replicas,

@@ -757,6 +757,7 @@ def _pool_options(plan: Plan) -> PoolOptions:
         ),
         slots=plan.slots,
         read_padding_bytes=0,
+        read_lease_s=plan.coalesce_lease_s,
         lease_s=LEASE_S,
         rebalance_after_s=REBALANCE_S,
         replicas=plan.replicas,

@@ -21,6 +21,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import msgspec
@@ -115,6 +116,8 @@ class PoolOptions:
     settings: program.Settings
     slots: int
     read_padding_bytes: int
+    read_lease_s: float = inf
+    """`settings.lease_ticks`, in seconds."""
     lease_s: float = 3.0
     rebalance_after_s: float = 2.0
     replicas: int = 2
@@ -346,6 +349,7 @@ class Pool:
             index=node.index,
             lease_s=self.options.lease_s,
             read_padding_bytes=self.options.read_padding_bytes,
+            read_lease_s=self.options.read_lease_s,
         )
         return [*actions, Send(connection, answer)]
 

@@ -599,9 +599,13 @@ class AgentCore:
             raise PoolMapError(f"a lease of {message.lease_s} s is outside 0.1..3600")
         if message.read_padding_bytes not in (0, READ_PADDING_BYTES):
             raise PoolMapError(f"READs cannot carry {message.read_padding_bytes} bytes of padding")
+        if not message.read_lease_s > 0:
+            raise PoolMapError(f"READs are not held back for {message.read_lease_s} s")
         self._index = message.index
         self._registered = message
         self.lease_s = message.lease_s
+        if self.reads.courier is not None:
+            self.reads.courier.read_lease_s = message.read_lease_s
         self.requester.config = replace(
             self.requester.config, read_padding=message.read_padding_bytes > 0
         )

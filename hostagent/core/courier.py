@@ -280,7 +280,9 @@ class Courier:
         self._ready_bytes = 0
         self._conveyed: set[int] = set()
         """Nodes that there is a conveyor from."""
-        self._unanswered: BoundedMap[BlockId, None] = BoundedMap(MAX_UNANSWERED)
+        self._unanswered: BoundedMap[BlockId, float] = BoundedMap(MAX_UNANSWERED)
+        self.read_lease_s = inf
+        """A READ without an answer matters for so long (`Registered.read_lease_s`)."""
         self._short = False
         self._now = 0.0
         """When it was let run last."""
@@ -696,10 +698,11 @@ class Courier:
                 if known.namespace == size.namespace:
                     self._landings[number].likely = known is size
 
-    def was_unanswered(self, block: BlockId) -> bool:
+    def was_unanswered(self, now: float, block: BlockId) -> bool:
         """Whether the courier's READ of a block was not answered, as far as is remembered: a switch
         may hold another back, unless it says that it is a repeat. Told once."""
-        return self._unanswered.pop(block, self) is None
+        since = self._unanswered.pop(block, None)
+        return since is not None and now - since <= self.read_lease_s
 
     def was_answered(self, block: BlockId) -> None:
         """The end of an answer to a READ of a block has come, be it late: no switch holds the next
@@ -714,7 +717,7 @@ class Courier:
             high = int.from_bytes(block.key[:8], "little")
             low = int.from_bytes(block.key[8:], "little")
             if self.code.yield_block(self.address, block.namespace, high, low, _ns(now)):
-                self._unanswered[block] = None
+                self._unanswered[block] = now
 
     # --- landing places ---------------------------------------------------------------------------
 
@@ -928,13 +931,13 @@ class Courier:
 
     def _failed(self, now: float, told: Told) -> None:
         if told.flags == courier.SILENCE:
-            self._unanswered[BlockId(told.namespace, told.key)] = None
+            self._unanswered[BlockId(told.namespace, told.key)] = now
             self._shunned[told.home] = now + self._requester.config.suspect_s
             self._shuns += 1
         elif told.flags in (courier.DEADLINE, courier.GIVEN_UP):
             overdue_ns = told.read_ns + self._patience_ns[told.home] // 2
             if told.read_ns and overdue_ns <= _ns(now):
-                self._unanswered[BlockId(told.namespace, told.key)] = None
+                self._unanswered[BlockId(told.namespace, told.key)] = now
         elif told.flags == courier.WRONG_DIGEST:
             self._requester.counters.corrupt_blocks += 1
         elif told.flags == courier.NOT_OFFERED:

@@ -626,13 +626,13 @@ class Reads:
             group=group,
             expect=expect,
             expect_waits=waits,
-            repeat=self._is_repeat(block),
+            repeat=self._is_repeat(now, block),
         )
         return fetch
 
-    def _is_repeat(self, block: BlockId) -> bool:
+    def _is_repeat(self, now: float, block: BlockId) -> bool:
         """Whether the courier has asked for a block that is read now, and was not answered."""
-        return self.courier is not None and self.courier.was_unanswered(block)
+        return self.courier is not None and self.courier.was_unanswered(now, block)
 
     def _expect_waits(self, namespace: int, group: int) -> int:
         """How many times longer than one that was to ask this node waits for what nobody asks for:
@@ -803,7 +803,7 @@ class Reads:
             deadline=fetch.deadline,
             probe=probe,
             gathers=not self._alone(fetch.block.namespace),
-            repeat=self._is_repeat(fetch.block),
+            repeat=self._is_repeat(now, fetch.block),
         )
 
     # --- the bulk way -------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from math import inf
 from typing import Annotated
 
 import msgspec
@@ -289,13 +290,15 @@ class Registered(Struct, frozen=True, tag="registered"):
 
     `index`: the node's index in bucket lists; `lease_s`: a node that has not renewed for so long
     is dead; `read_padding_bytes`: bytes of zero padding that every READ must carry (the switch
-    target's profile; 0 where none is needed).
+    target's profile; 0 where none is needed); `read_lease_s`: after a READ without an answer the
+    switch holds others of its segment back for so long.
     """
 
     version: U16
     index: U16
     lease_s: float
     read_padding_bytes: U16
+    read_lease_s: float = inf
 
 
 class Refused(Struct, frozen=True, tag="refused"):

@@ -43,7 +43,13 @@ from kvcast.protocol.courier import (
     MOST_REPAIRS,
     REASONS,
 )
-from kvcast.protocol.messages.control import BlockRef, Loads, Residents
+from kvcast.protocol.messages.control import (
+    CONTROL_PROTOCOL_VERSION,
+    BlockRef,
+    Loads,
+    Registered,
+    Residents,
+)
 from kvcast.protocol.messages.questions import GET, MAX_MANY, QUESTION, RELEASE
 from kvcast.protocol.messages.wire import (
     FLAG_LAST,
@@ -382,6 +388,23 @@ def test_a_read_after_one_that_was_answered_is_no_repeat(stand: Stand) -> None:
     stand.core.reads.prefetch(stand.now, NAMESPACE, [key_of(2)], stand.now + 0.5)
     sent = [frame for _, frame in stand.core.requester.frames_to_send()]
     assert [(frame.key, frame.flags) for frame in sent] == [(key_of(2), 0)]
+    stand.bring(2)
+    stand.end()
+
+
+@pytest.mark.parametrize(("after_s", "flags"), [(1.9, FLAG_RETRY), (2.1, 0)])
+def test_a_read_long_after_one_that_was_not_answered_is_no_repeat(
+    stand: Stand, after_s: float, flags: int
+) -> None:
+    """By then the switch holds nothing back, and a repeat would bring the block a second time where
+    another node asks for it at this moment."""
+    stand.core.registered(Registered(CONTROL_PROTOCOL_VERSION, 0, 3.0, 0, read_lease_s=2.0))
+    stand.ask(0, 2)
+    stand.pass_time(PATIENCE_S + 0.001)
+    stand.pass_time(after_s)
+    stand.core.reads.prefetch(stand.now, NAMESPACE, [key_of(2)], stand.now + 0.5)
+    sent = [frame for _, frame in stand.core.requester.frames_to_send()]
+    assert [(frame.key, frame.flags) for frame in sent] == [(key_of(2), flags)]
     stand.bring(2)
     stand.end()
 
