@@ -62,6 +62,7 @@ from kvcast.bench.rdma_cards import card_of
 from kvcast.bench.sides import hear, running, tell
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.store import Store
+from kvcast.hostagent.network.cards import Cards
 from kvcast.hostagent.network.rdma_link import RdmaCalls, RdmaServer
 from kvcast.hostagent.network.verbs import Card
 from kvcast.hostagent.tiers.arena import SLAB_BYTES, Allocator, ArenaFile
@@ -109,13 +110,13 @@ async def _side(index: int, ips: Sequence[str]) -> None:
     arena = ArenaFile(2 * BLOCKS * BLOCK_BYTES, None, reserve=True)
     store = Store(Allocator(arena.size_bytes, SLAB_BYTES))
     core = AgentCore(AgentOptions(f"node-{index}"), store, arena.memory, random.Random(index))
-    options = RdmaOptions(silence_s=PATIENCE_S)
-    card = Card(ips[index], arena.memory, options)
+    options = RdmaOptions(connect_timeout_s=PATIENCE_S, silence_s=PATIENCE_S)
+    cards = Cards([Card(ips[index], arena.memory, options)])
     lines = asyncio.Queue[str]()
     loop = asyncio.get_running_loop()
     loop.add_reader(sys.stdin, lambda: lines.put_nowait(sys.stdin.readline()))
-    calls = RdmaCalls(core, options, card.calling, lambda: None)
-    server = RdmaServer(core, options, BulkOptions(), card)
+    calls = RdmaCalls(core, options, cards, lambda: None)
+    server = RdmaServer(core, options, BulkOptions(), cards)
     try:
         _say({"port": await server.start("127.0.0.1")})
         port = int(await lines.get())
@@ -141,7 +142,7 @@ async def _side(index: int, ips: Sequence[str]) -> None:
     finally:
         await calls.close()
         await server.close()
-        card.close()
+        cards.close()
 
 
 @contextlib.contextmanager

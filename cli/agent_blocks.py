@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -93,6 +94,7 @@ def described(counters: Mapping[str, float]) -> Iterator[str]:
     }
     for name, value in present.items():
         yield f"  {_words(name):44} {_value(name, value)}"
+    yield from _cards(counters)
     left = {name: value for name, value in counters.items() if name.endswith("_total") and value}
     for title, starts in _PARTS:
         mine = {name: value for name, value in left.items() if name.startswith(starts)}
@@ -101,6 +103,21 @@ def described(counters: Mapping[str, float]) -> Iterator[str]:
         for name, value in mine.items():
             del left[name]
             yield f"  {_words(name.removesuffix('_total')):44} {_value(name, value)}"
+
+
+_CARD = re.compile(r'rdma_card_(\w+)\{card="(.*)"\}')
+
+
+def _cards(counters: Mapping[str, float]) -> Iterator[str]:
+    """A line for each RDMA card."""
+    cards: dict[str, dict[str, float]] = {}
+    for name, value in counters.items():
+        if found := _CARD.fullmatch(name):
+            cards.setdefault(found[2], {})[found[1].removesuffix("_total")] = value
+    for card, numbers in sorted(cards.items()):
+        state = "works" if numbers.pop("works", 0) else "LEFT OUT"
+        words = [f"{_words(name)} {_value(name, value)}" for name, value in numbers.items()]
+        yield f"RDMA card {card}: {state}, {', '.join(words)}"
 
 
 def _words(name: str) -> str:

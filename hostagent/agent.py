@@ -26,6 +26,7 @@ from kvcast.hostagent.core.recovery import Recovery
 from kvcast.hostagent.core.shared_index import Region, SharedIndex
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.network.bulk_link import BulkCaller, BulkServer
+from kvcast.hostagent.network.cards import Cards, node_of_most, open_cards
 from kvcast.hostagent.network.control_link import ControlLink
 from kvcast.hostagent.network.courier import CourierDriver, CourierLoop
 from kvcast.hostagent.network.datagrams import (
@@ -61,6 +62,7 @@ from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.hostagent.tiers.kept import KeptFile
 from kvcast.hostagent.tiers.ledger import Ledger
 from kvcast.hostagent.tiers.placement import gather_pages, placement_of, preferring
+from kvcast.protocol.links.cards import LinkCard
 from kvcast.protocol.links.rdma import VerbsError
 from kvcast.protocol.links.stream import LinkError
 from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register
@@ -96,8 +98,10 @@ class Agent:
         self._options = options
         self._standing = standing
         self._recovering: asyncio.TimerHandle | None = None
+        self.cards: Cards | None = None
+        """With which blocks go by RDMA,"""
         self.card: Card | None = None
-        """With which blocks go by RDMA."""
+        """and that of them, if any, which has the node's address: shared answers go by it."""
 
     async def start(self) -> None:
         """Make the arena and the sockets and begin to serve. On failure nothing is left; but what
@@ -426,23 +430,32 @@ class Agent:
         options = self._options
         if options.network.rdma == RDMA_OFF:
             return 0
+        names, ip = options.network.rdma_devices, options.network.ip
+        node = await self._arena_node() if names else None
         try:
-            card = Card(options.network.ip, self.arena.memory, options.rdma)
+            cards = open_cards(ip, names, self.arena.memory, options.rdma, node)
         except VerbsError as error:
             if options.network.rdma == RDMA_REQUIRED:
                 raise
             log.info("blocks go by TCP, not by RDMA: %s", error)
             return 0
-        stack.callback(card.close)
-        self.card = card
-        calls = RdmaCalls(
-            self.core, options.rdma, card.calling, self.transport.pump, options.credentials
-        )
+        stack.callback(cards.close)
+        self.cards, self.card = cards, cards.card_with(ip)
+        if self.card is None:
+            log.info("shared answers go by DATA: none of the named RDMA cards has %s", ip)
+        self.core.cards = cards.values
+        calls = RdmaCalls(self.core, options.rdma, cards, self.transport.pump, options.credentials)
         stack.push_async_callback(calls.close)
         server = self.rdma_server = RdmaServer(
-            self.core, options.rdma, options.bulk, card, options.credentials
+            self.core, options.rdma, options.bulk, cards, options.credentials
         )
         stack.push_async_callback(server.close)
+
+        def card_changed(card: LinkCard) -> None:
+            calls.card_changed(card)
+            server.card_changed(card)
+
+        cards.changed = card_changed
 
         def dispatch() -> None:
             calls.take()
@@ -450,6 +463,13 @@ class Agent:
 
         self.transport.dispatch_calls = dispatch
         return await server.start(options.network.bulk_host)
+
+    async def _arena_node(self) -> int | None:
+        """The NUMA node that the arena is on: as the kernel says, or else as it was wanted."""
+        found = await asyncio.to_thread(placement_of, self.arena.path)
+        if found.bytes_by_node:
+            return node_of_most(found.bytes_by_node)
+        return self._options.arena.numa_node
 
     def _share(
         self,

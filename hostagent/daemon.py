@@ -101,7 +101,7 @@ async def run(setup: Setup, place: Place | None = None) -> int:
             announce_ready(**facts)
         else:
             await place.ready(
-                *(facts, agent.let_clients_in, agent.rest, stop.set), card=agent.card is not None
+                *(facts, agent.let_clients_in, agent.rest, stop.set), card=agent.cards is not None
             )
         await stop.wait()
         log.info("stopping")

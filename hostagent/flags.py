@@ -6,6 +6,7 @@ Owns: the flags, and what must go together. Must not know: what runs.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
@@ -67,6 +68,12 @@ def _url(text: str) -> str:
 
 def _ip(text: str) -> str:
     parse_ip(text)
+    return text
+
+
+def _device(text: str) -> str:
+    if re.fullmatch(r"[\w.-]{1,63}", text) is None:
+        raise TextError(f"{text!r} is no name of an RDMA card")
     return text
 
 
@@ -163,6 +170,14 @@ class NetworkFlags:
         " at all, or do not start without",
         default=RDMA_AUTO,
         choices=RDMAS,
+    )
+    rdma_device: tuple[str, ...] = many(
+        "an RDMA card to use, by its name (mlx5_0), or `all` that have an address of IPv4; by"
+        " default the one that has --ip. Those nearest to the arena's NUMA node share what this"
+        " node reads and writes elsewhere, and others stand in for them; shared answers go by the"
+        " one that has --ip",
+        parse=_device,
+        metavar="NAME",
     )
     socket_buffer_bytes: int = size(
         "socket buffers to ask the kernel for",
@@ -566,6 +581,7 @@ def options_of(setup: Setup) -> Options:
             bulk_port=flags.bulk_addr[1],
             bulk_link_bits_per_s=flags.bulk_link_rate_bits_per_s,
             rdma=flags.rdma,
+            rdma_devices=flags.rdma_device,
         ),
         control=ControlOptions(*flags.controller),
         local=LocalOptions(

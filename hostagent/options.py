@@ -58,6 +58,8 @@ class NetworkOptions:
     it is `ip`, as `link_bits_per_s`."""
     rdma: str = RDMA_OFF
     """One of `RDMAS`: whether blocks go by RDMA where the other node has it, too."""
+    rdma_devices: tuple[str, ...] = ()
+    """The cards' names, or `all`; without any it is the one that has `ip`."""
 
     @property
     def joins(self) -> bool:

@@ -15,6 +15,7 @@ from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.serving import Serving
 from kvcast.hostagent.core.store import Copy
+from kvcast.protocol.links.cards import LinkCard
 from kvcast.protocol.links.carriers import Carriers
 from kvcast.protocol.links.rdma import PairHolder, RdmaOptions
 from kvcast.protocol.links.rdma_callee import RdmaCallee
@@ -67,7 +68,7 @@ class RdmaSide:
             self._options,
             core.metrics,
             core.serving.view,
-            self.card.max_transfer_bytes,
+            [LinkCard(self.card.max_transfer_bytes)],
         )
         self._served = Watched(core.serving, acknowledged)
         self._pool: Pool | None = None

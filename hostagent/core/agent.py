@@ -215,6 +215,8 @@ class AgentCore:
         self.cold: ColdTier | None = None
         self.facts: dict[str, float] = {}
         """What an adapter has found out about this node, by name: among `values`."""
+        self.cards: Callable[[], dict[str, dict[str, float]]] = dict
+        """What there is to say of each RDMA card, by its name."""
         self._parked = 0
         """READs that wait for the disk."""
         self.handover = Handover(options.handover, store, self.outbox)
@@ -934,6 +936,15 @@ class AgentCore:
         for name, histogram in self.metrics.histograms().items():
             values |= histogram.samples(name)
         return values
+
+    def card_numbers(self) -> dict[str, float]:
+        """What there is to say of RDMA cards, by Prometheus' sample names: for clients, not for the
+        controller, which takes so many numbers only."""
+        return {
+            f'rdma_card_{name}{{card="{card}"}}': value
+            for card, numbers in self.cards().items()
+            for name, value in numbers.items()
+        }
 
     def values(self) -> dict[str, float]:
         """Totals since the start, and present values, by name."""

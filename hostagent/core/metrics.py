@@ -23,7 +23,7 @@ def added(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
     sums: dict[str, float] = {}
     for report in reports:
         for name, value in report.items():
-            if name.endswith(("_total", "_sum", "_count", "}")):
+            if name.partition("{")[0].endswith(("_total", "_bucket", "_sum", "_count")):
                 sums[name] = sums.get(name, 0.0) + value
     return sums
 
@@ -141,6 +141,8 @@ class Metrics:
     card refused."""
     rdma_refused_total: int = 0
     """Queue pairs that could not be had, in either role."""
+    rdma_calls_moved_total: int = 0
+    """Calls that one card could not make, and another went on with."""
     rdma_fallbacks_total: int = 0
     """Calls that RDMA could not make, and TCP was asked to."""
     rdma_protocol_errors_total: int = 0

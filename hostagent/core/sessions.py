@@ -300,7 +300,8 @@ class Session:
                 # Hits and misses of all tenants: whose prompts were asked for can be told from it.
                 self._forbid(request.request, "counters are for clients that may use everything")
                 return
-            self._reply(local.Stats(request.request, self._core.counters()))
+            numbers = self._core.counters() | self._core.card_numbers()
+            self._reply(local.Stats(request.request, numbers))
         elif isinstance(request, local.FindNamespace):
             self._find_namespace(request)
         elif isinstance(request, local.FindGroup):

@@ -44,6 +44,7 @@ from kvcast.protocol.messages.rdma import Endpoint
 
 SLOW_S: Final = 0.001
 """A call that orders, and takes so long, moves bytes itself."""
+PORT_DOWN: Final = "its port is down"
 TIMEOUT: Final = 14
 """The card sends again after 4.096 us << 14 = 67 ms."""
 RETRIES: Final = 7
@@ -220,6 +221,9 @@ class Port(Protocol):
     def forget(self, pair: _CallingPair) -> None:
         """One less."""
 
+    def happened(self, problem: str) -> None:
+        """The card says that it is of no use, and why; or "", that it is."""
+
 
 class _CallingPair:
     """One half of a queue pair (`kvcast.protocol.links.rdma.Pair`)."""
@@ -298,6 +302,7 @@ class CallingCard:
         self._pairs: dict[int, _CallingPair] = {}
         """By number."""
         self._next = 0
+        self._lost = False
         self._loop = asyncio.get_running_loop()
         self._card = card = OpenCard(port.name)
         try:
@@ -313,6 +318,7 @@ class CallingCard:
             raise
         self.poster = Poster(card.send_address, self._not_posted)
         self._loop.add_reader(card.descriptor, self._readable)
+        self._loop.add_reader(card.events, self._happened)
 
     # --- pairs --------------------------------------------------------------------------------
 
@@ -418,6 +424,17 @@ class CallingCard:
                 pair.completed(results)
         self._loop.call_soon(self._poll)
 
+    def _happened(self) -> None:
+        for kind, port in self._card.take_happened():
+            if kind == libverbs.DEVICE_FATAL:
+                self._lost = True
+                self.port.happened("the card is lost until the agent starts again")
+            elif port == self.port.port and not self._lost:
+                if kind == libverbs.PORT_ERROR:
+                    self.port.happened(PORT_DOWN)
+                elif kind == libverbs.PORT_ACTIVE:
+                    self.port.happened("")
+
     def _not_posted(self, number: int, code: int) -> None:
         """An order could not be given: the pair does nothing more."""
         pair = self._pairs.get(number)
@@ -430,6 +447,7 @@ class CallingCard:
         if not self._card.ends:
             return
         self._loop.remove_reader(self._card.descriptor)
+        self._loop.remove_reader(self._card.events)
         for pair in list(self._pairs.values()):
             pair.close()
         self.poster.close()

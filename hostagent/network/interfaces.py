@@ -9,13 +9,14 @@ import array
 import fcntl
 import socket
 import struct
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Final
 
 ETHERNET_MTU_BYTES: Final = 1500
 
 _SIOCGIFCONF: Final = 0x8912  # linux/sockios.h
+_SIOCGIFNETMASK: Final = 0x891B
 _SIOCGIFMTU: Final = 0x8921
 _IFREQ_BYTES: Final = 40
 _MAX_ADDRESSES: Final = 4096
@@ -33,6 +34,21 @@ def interface_mtu(ip: str) -> int:
         request = struct.pack("16si20x", name.encode(), 0)
         (mtu_bytes,) = struct.unpack_from("i", fcntl.ioctl(sock, _SIOCGIFMTU, request), 16)
     return min(int(mtu_bytes), _LARGEST_MTU_BYTES)
+
+
+def interface_network(ip: str) -> IPv4Network:
+    """The network that the address `ip` of this node is in; itself alone where no interface has
+    it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        name = _interface_of(sock, ip)
+        if name is None:
+            return IPv4Network(ip)
+        request = struct.pack("16sH2x4s16x", name.encode(), socket.AF_INET, socket.inet_aton(ip))
+        try:
+            answer = fcntl.ioctl(sock, _SIOCGIFNETMASK, request)
+        except OSError:  # under another label only
+            return IPv4Network(ip)
+    return IPv4Network(f"{ip}/{IPv4Address(answer[20:24])}", strict=False)
 
 
 def interface_bits_per_s(ip: str) -> int:

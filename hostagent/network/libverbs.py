@@ -40,6 +40,10 @@ TIMES, READS, MIN_TIMER, READS_ANSWERED = 0x200 | 0x400 | 0x800, 0x2000, 0x8000,
 
 _POLL_AT, _NOTIFY_AT, _SEND_AT, _RECEIVE_AT = 96, 104, 208, 216
 """Where an ibv_context has its functions."""
+_EVENTS_AT: Final = 268
+"""Where it has the descriptor of what happens to the card."""
+DEVICE_FATAL, PORT_ACTIVE, PORT_ERROR = 8, 9, 10
+"""Of what may happen to it."""
 COMPLETION_WORDS: Final = 12
 """Of 32 bits, in an ibv_wc; of them"""
 NUMBER, STATUS, IMMEDIATE = 0, 2, 6
@@ -103,6 +107,12 @@ class Attributes(ctypes.Structure):
         ("not_ready_retries", ctypes.c_uint8),
         ("rest", ctypes.c_uint8 * 11),
     ]
+
+
+class _Event(ctypes.Structure):
+    """ibv_async_event"""
+
+    _fields_ = [("port", ctypes.c_int), ("rest", ctypes.c_int), ("kind", ctypes.c_int)]
 
 
 assert ctypes.sizeof(QueuePairOptions) == 64
@@ -202,7 +212,10 @@ class OpenCard:
             raise
         self.descriptor = ctypes.c_int.from_address(self._channel + 8).value
         """Can be read when a completion queue has something that was to be told of."""
-        os.set_blocking(self.descriptor, False)
+        self.events = ctypes.c_int.from_address(self._context + _EVENTS_AT).value
+        """Can be read when something has happened to the card."""
+        for descriptor in (self.descriptor, self.events):
+            os.set_blocking(descriptor, False)
         pointer = ctypes.c_void_p
         self.poll = self._function(_POLL_AT, pointer, ctypes.c_int, pointer)
         """(completion queue, at most so many, where to): how many."""
@@ -287,6 +300,18 @@ class OpenCard:
             self._library.ibv_ack_cq_events(queue, 1)
             events += 1
         return events
+
+    def take_happened(self) -> list[tuple[int, int]]:
+        """Take what `events` has to tell: what happened, and to which port, where it is about
+        one."""
+        happened = []
+        event = _Event()
+        while not self._library.ibv_get_async_event(
+            ctypes.c_void_p(self._context), ctypes.byref(event)
+        ):
+            happened.append((event.kind, event.port))
+            self._library.ibv_ack_async_event(ctypes.byref(event))
+        return happened
 
     def problem(self, status: int) -> str:
         """What a completion's status means; "" where all went well."""

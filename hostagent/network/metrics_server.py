@@ -48,7 +48,22 @@ def metrics_of(core: AgentCore) -> Iterator[Metric]:
         yield HistogramMetricFamily(
             f"kvcast_agent_{name}", name, buckets=histogram.buckets(), sum_value=histogram.sum
         )
+    yield from _metrics_by_card(core)
     yield from _metrics_by_namespace(core)
+
+
+def _metrics_by_card(core: AgentCore) -> Iterator[Metric]:
+    """What there is to say of each RDMA card."""
+    families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+    for card, numbers in core.cards().items():
+        for name, value in numbers.items():
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = families.get(name)
+            if family is None:
+                full = f"kvcast_agent_rdma_card_{name}"
+                family = families[name] = kind(full, f"{name}, by RDMA card", labels=["card"])
+            family.add_metric([card], value)
+    yield from families.values()
 
 
 _LABELS: Final = ("namespace", "tenant", "model", "version")

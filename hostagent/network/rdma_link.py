@@ -1,7 +1,7 @@
-"""The RDMA link's adapters: TCP between agents for what is said, and a card for the bytes.
+"""The RDMA link's adapters: TCP between agents for what is said, and cards for the bytes.
 
 Owns: sockets, TLS, who is at their other ends, and which calls go this way. Must not know: what is
-said on a connection, or until when (`kvcast.protocol.links` does), or which card there is.
+said on a connection, or until when (`kvcast.protocol.links` does), or which cards there are.
 
 With credentials the link's TCP is TLS, as the bulk link's is, so that a queue pair is made with
 nobody but the node that the certificate names. What the cards carry is not encrypted, nor are READ
@@ -17,9 +17,11 @@ from collections.abc import Callable
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.store import Copy
+from kvcast.hostagent.network.cards import Cards
 from kvcast.protocol.links.bulk import BulkCall, BulkOptions
+from kvcast.protocol.links.cards import LinkCard
 from kvcast.protocol.links.carriers import Carriers
-from kvcast.protocol.links.rdma import PairHolder, RdmaOptions, Verbs
+from kvcast.protocol.links.rdma import Completed, Pair, PairHolder, RdmaOptions
 from kvcast.protocol.links.rdma_callee import RdmaCallee
 from kvcast.protocol.links.rdma_caller import (
     Complete,
@@ -43,12 +45,12 @@ class RdmaCalls:
         self,
         core: AgentCore,
         options: RdmaOptions,
-        verbs: Verbs,
+        cards: Cards,
         core_told: Callable[[], None],
         credentials: Credentials | None = None,
     ) -> None:
         self._core = core
-        self._verbs = verbs
+        self._cards = cards
         self._core_told = core_told  # a core was told something: do what that has caused
         self._credentials = credentials
         self._carriers = Carriers(options, core.metrics)
@@ -57,7 +59,7 @@ class RdmaCalls:
             options,
             core.metrics,
             core.serving.view,
-            verbs.max_transfer_bytes,
+            cards.links,
         )
         self._pool: Pool | None = None
         self._drivers: dict[RdmaConnection, tuple[ConnectingDriver, PairHolder]] = {}
@@ -79,6 +81,12 @@ class RdmaCalls:
         self._link.ask(loop.time(), *ours)
         # Whoever called is in the middle of an event of the cores, and may not be told of ends now.
         self._act_soon()
+
+    def card_changed(self, card: LinkCard) -> None:
+        """A card is of no use any more, or is again."""
+        if card.problem:
+            self._link.card_failed(asyncio.get_running_loop().time(), card)
+            self._act_soon()
 
     def _act_soon(self) -> None:
         if not self._soon:
@@ -109,7 +117,7 @@ class RdmaCalls:
             self._soon = False
         again: list[BulkCall] = self._carriers.take_again()
         self._core.outbox.calls.extend(again)
-        for news in self._carriers.take_news():
+        for news in (*self._link.take_news(), *self._carriers.take_news()):
             log.warning("%s", news)
         if told:
             self._core_told()
@@ -131,7 +139,8 @@ class RdmaCalls:
                 log.warning("rdma: %s: %s", node.node_id, connection.problem)
 
         # The card reports when nobody else is at work.
-        holder = PairHolder(connection, self._verbs, loop.time, self._act)
+        verbs = self._cards.calling(connection.card)
+        holder = PairHolder(connection, verbs, loop.time, self._act)
         driver = ConnectingDriver(
             connection,
             self._scratch,
@@ -149,6 +158,20 @@ class RdmaCalls:
         self._act()
 
 
+class _Across:
+    """Makes one caller's half of a pair, on the card that it is to meet."""
+
+    def __init__(self, cards: Cards, link: RdmaCallee[Copy]) -> None:
+        self._cards = cards
+        self.link = link
+        self.card: LinkCard | None = None
+
+    def make_pair(self, completed: Callable[[list[Completed]], None]) -> Pair:
+        assert self.link.remote is not None
+        self.card = self._cards.across(self.link.remote)
+        return self._cards.make_pair(self.card, completed)
+
+
 class RdmaServer:
     """Lets other agents read and write what the cores allow."""
 
@@ -157,14 +180,15 @@ class RdmaServer:
         core: AgentCore,
         options: RdmaOptions,
         bulk: BulkOptions,
-        verbs: Verbs,
+        cards: Cards,
         credentials: Credentials | None = None,
     ) -> None:
         self._core = core
         self._options = options
-        self._verbs = verbs
+        self._cards = cards
         self._credentials = credentials
         self._drivers: dict[LinkDriver, PairHolder | None] = {}
+        self._across: dict[LinkDriver, _Across] = {}
         self._scratch = memoryview(bytearray(PIECE_BYTES))
         self._listener = Listener(
             self.protocol,
@@ -182,6 +206,17 @@ class RdmaServer:
         _, port = await self._listener.start(host, 0)
         return port
 
+    def card_changed(self, card: LinkCard) -> None:
+        """A card is of no use any more: its callers hear of it at once, by the end of their
+        connections."""
+        now = asyncio.get_running_loop().time()
+        for driver, across in list(self._across.items()):
+            holder = self._drivers[driver]
+            if across.card is card and holder is not None and card.problem:
+                across.link.broken(now, f"{card.name}: {card.problem}")
+                holder.carry_out()
+                driver.flush()
+
     async def close(self) -> None:
         """Stop listening, end all conversations, and close their pairs."""
         await self._listener.close()
@@ -197,7 +232,8 @@ class RdmaServer:
             named = None if credentials is None else expect_peer(transport, NODE).name
             core = self._core
             link = RdmaCallee(loop.time(), core.serving, self._options, core.metrics, named)
-            self._drivers[driver] = PairHolder(link, self._verbs, loop.time, driver.flush)
+            across = self._across[driver] = _Across(self._cards, link)
+            self._drivers[driver] = PairHolder(link, across, loop.time, driver.flush)
             return link
 
         def changed() -> None:
@@ -213,6 +249,7 @@ class RdmaServer:
             holder = self._drivers.pop(driver)
             if holder is not None:
                 holder.carry_out()
+            self._across.pop(driver, None)
             if driver.link is not None and driver.link.problem:
                 log.warning("rdma: a caller was cut off: %s", driver.link.problem)
 

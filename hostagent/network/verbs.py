@@ -10,7 +10,8 @@ The arena is registered at the start, and open to nobody: what another node may 
 memory window of type 2, which only one queue pair may use, and which is freed before its memory is
 anything else's. A card without such windows is not used.
 
-RoCE version 2 over IPv4 only: the card is the one whose GID is the agent's own address.
+RoCE version 2 over IPv4 only: the card is the one whose GID is the agent's own address, or one that
+is named (`cards`).
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import fcntl
-import ipaddress
 import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from ipaddress import IPv6Address
 from typing import Any, Final
 
-from kvcast.hostagent.network.calling_card import RETRIES, TIMEOUT, CallingCard
+from kvcast.hostagent.network import libverbs
+from kvcast.hostagent.network.calling_card import PORT_DOWN, RETRIES, TIMEOUT, CallingCard
 from kvcast.protocol.links.rdma import (
     MAX_WINDOWS,
     CloseWindow,
@@ -63,6 +65,15 @@ def _import() -> Any:
     except ImportError as error:
         raise VerbsError(f"pyverbs is not installed ({error})") from error
     return pyverbs
+
+
+def devices() -> list[str]:
+    """The names of all RDMA cards of this machine; VerbsError where there are none."""
+    pyverbs = _import()
+    try:
+        return [device.name.decode() for device in pyverbs.device.get_device_list()]
+    except (pyverbs.pyverbs_error.PyverbsError, OSError) as error:  # where there are none
+        raise VerbsError(f"no RDMA cards ({error})") from error
 
 
 def _address_of(view: memoryview) -> int:
@@ -151,36 +162,46 @@ class _CardPair:
 class Card:
     """One port of one card, open for one arena (`kvcast.protocol.links.rdma.Verbs`).
 
-    `memory`: the arena. Raises VerbsError where there is no RDMA for the address `ip`.
+    `memory`: the arena; `name`: which card, that may then have another address than `ip`; None =
+    the one that has it. Raises VerbsError where there is no RDMA for that. `problem` says why the
+    card is of no use just now ("" = it is), `changed` is called when that changes.
     """
 
-    def __init__(self, ip: str, memory: memoryview, options: RdmaOptions) -> None:
+    def __init__(
+        self, ip: str, memory: memoryview, options: RdmaOptions, name: str | None = None
+    ) -> None:
         pyverbs = _import()
         self.enums = pyverbs.enums
         self._pyverbs = pyverbs
         self._options = options
         self.errors = (pyverbs.pyverbs_error.PyverbsError, OSError)
-        self.gid = bytes(10) + b"\xff\xff" + ipaddress.IPv4Address(ip).packed
+        self.ip = ip
+        self.problem = ""
+        self.changed: Callable[[], None] = lambda: None
         self._open_pairs: set[Pair] = set()
         """Those of `calling`, too."""
         self._number = 0
         self._work: dict[int, tuple[_CardPair, int]] = {}
         """Whose each work request is, and by which token."""
         try:
-            self._open(memory)
+            self._open(memory, name)
         except self.errors as error:
-            raise VerbsError(f"the card for {ip}: {error}") from error
+            raise VerbsError(f"the card {name or f'for {ip}'}: {error}") from error
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._descriptor, self._completions)
         try:
             self.calling = CallingCard(self, memory, options.posted, self._calling_entries)
+            # What happens after this, the card tells.
+            if self._context.query_port(self.port).state != self.enums.IBV_PORT_ACTIVE:
+                self.problem = PORT_DOWN
         except VerbsError:
             self._close_parts()
             raise
 
-    def _open(self, memory: memoryview) -> None:
+    def _open(self, memory: memoryview, name: str | None) -> None:
         pyverbs, enums = self._pyverbs, self.enums
-        self._context, self.port, self.gid_index = self._find()
+        self._context, self.port, self.gid_index = self._find(name)
+        self.gid = libverbs.gid_of(self.ip)
         device = self._context.query_device()
         if not device.device_cap_flags & enums.IBV_DEVICE_MEM_WINDOW_TYPE_2B:
             raise VerbsError(f"{self._context.name} has no memory windows of type 2B")
@@ -209,26 +230,35 @@ class Card:
             address=_address_of(memory),
         )
 
-    def _find(self) -> tuple[Any, int, int]:
-        """The card that has our address: it, its port, and the place of the GID."""
-        pyverbs = self._pyverbs
-        wanted = ":".join(self.gid[i : i + 2].hex() for i in range(0, 16, 2))
-        try:
-            devices = pyverbs.device.get_device_list()
-        except self.errors as error:  # where there are none, it raises
-            raise VerbsError(f"no RDMA cards ({error})") from error
-        for device in devices:
-            context = pyverbs.device.Context(name=device.name.decode())
-            for entry in context.query_gid_table(1024):
-                if entry.gid_type == _ROCE_V2 and entry.gid_str() == wanted:
-                    return context, entry.port_num, entry.gid_index
+    def _find(self, name: str | None) -> tuple[Any, int, int]:
+        """The card, open, its port, and the place of the GID; our address becomes its own. Where
+        the named card has more than one, and not ours, it is the first."""
+        for device in devices():
+            if name not in (None, device):
+                continue
+            context = self._pyverbs.device.Context(name=device)
+            found = [
+                (str(IPv6Address(entry.gid_str()).ipv4_mapped), entry)
+                for entry in context.query_gid_table(1024)
+                if entry.gid_type == _ROCE_V2 and IPv6Address(entry.gid_str()).ipv4_mapped
+            ]
+            ours = [(ip, entry) for ip, entry in found if ip == self.ip]
+            for self.ip, entry in ours or (found if name is not None else []):
+                return context, entry.port_num, entry.gid_index
             context.close()
-        raise VerbsError("no RDMA card has this address by RoCE version 2")
+        what = "no RDMA card has this address" if name is None else "it has no address of IPv4"
+        raise VerbsError(f"{what} by RoCE version 2")
 
     @property
     def name(self) -> str:
         """The card's."""
         return str(self._context.name)
+
+    def happened(self, problem: str) -> None:
+        """The card says that it is of no use, and why; or "", that it is."""
+        if problem != self.problem:
+            self.problem = problem
+            self.changed()
 
     # --- pairs --------------------------------------------------------------------------------
 

@@ -79,7 +79,8 @@ class PutCall:
     """Send a copy to a node. `begin` pins it when its turn has come; False = it was evicted while
     it waited, and there is nothing to send. After it and whatever happens, `ended`. `at_once`:
     whether the bytes may be sent before the node has said that it wants them; `spare`: the node is
-    to evict nothing for it."""
+    to evict nothing for it; `moved`: whether a network card has failed with it, and another goes
+    on."""
 
     node: int
     copy: HeldCopy
@@ -90,6 +91,7 @@ class PutCall:
     ended: Ended
     at_once: bool = False
     spare: bool = False
+    moved: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +99,8 @@ class GetCall:
     """Fetch a block from a node. `begin(size, digest)` gives the room for the whole block, whose
     first `start_bytes` are there already, or None to refuse; after it and whatever happens,
     `ended`. Outcome "done": all bytes are there, and have that digest. `wanted`: whether anybody
-    still waits for it; else it may end early."""
+    still waits for it; else it may end early. `moved`: as of a put; `begin` may then be asked
+    again."""
 
     node: int
     block: BlockId
@@ -107,6 +110,7 @@ class GetCall:
     ended: Ended
     start_bytes: int = 0
     wanted: Callable[[], bool] = _always
+    moved: bool = False
 
 
 @dataclass(slots=True, eq=False)

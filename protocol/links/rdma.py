@@ -30,7 +30,7 @@ class RdmaOptions:
     """Bounds of the RDMA link."""
 
     max_pairs: int = 64
-    """Queue pairs of this node, in both roles together."""
+    """Queue pairs of each of this node's cards, in both roles together."""
     queue_per_peer: int = 8192
     """Calls to one node that wait for their turn; one more goes by TCP."""
     posted: int = 64
@@ -61,6 +61,7 @@ class RdmaCounters(Protocol):
     rdma_pairs_made_total: int
     rdma_pairs_broken_total: int
     rdma_refused_total: int
+    rdma_calls_moved_total: int
     rdma_fallbacks_total: int
     rdma_protocol_errors_total: int
     bulk_connections_refused_total: int
@@ -155,15 +156,19 @@ class Pair(Protocol):
         """End; never fails, and may be repeated."""
 
 
-class Verbs(Protocol):
+class PairMaker(Protocol):
+    """Whoever chooses a network card for a pair."""
+
+    def make_pair(self, completed: Callable[[list[Completed]], None]) -> Pair:
+        """One more half; VerbsError where there are no more."""
+
+
+class Verbs(PairMaker, Protocol):
     """A network card, and the memory that it has been given: all orders are about parts of it."""
 
     @property
     def max_transfer_bytes(self) -> int:
         """The most that one Read or Write can carry."""
-
-    def make_pair(self, completed: Callable[[list[Completed]], None]) -> Pair:
-        """One more half; VerbsError where there are no more."""
 
 
 class PairUser(Protocol):
@@ -187,7 +192,11 @@ class PairHolder:
     """Carries out one end's orders. `changed` is called after the card reported something."""
 
     def __init__(
-        self, user: PairUser, verbs: Verbs, time: Callable[[], float], changed: Callable[[], Any]
+        self,
+        user: PairUser,
+        verbs: PairMaker,
+        time: Callable[[], float],
+        changed: Callable[[], Any],
     ) -> None:
         self._user = user
         self._verbs = verbs

@@ -105,7 +105,8 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
         self._counters = counters
         self._certified = certified
         self._caller: str | None = None
-        self._remote: Endpoint | None = None
+        self.remote: Endpoint | None = None
+        """The caller's half of the pair."""
         self._welcomed = False
         self._requests: dict[int, _Request[S]] = {}
         self._of_token: dict[int, _Request[S]] = {}
@@ -123,7 +124,7 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
 
     def _message(self, now: float, message: RdmaCallerMessage) -> None:
         if self._caller is None:
-            self._caller, self._remote = self._caller_of(message)
+            self._caller, self.remote = self._caller_of(message)
             self._deadline = now + self._options.connect_timeout_s
             self._orders.append(MakePair())
             return
@@ -256,8 +257,8 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
             self._send(RdmaRefusal())
             self._end(now)
             return
-        assert self._remote is not None
-        self._orders.append(JoinPair(self._remote))
+        assert self.remote is not None
+        self._orders.append(JoinPair(self.remote))
         self._counters.rdma_pairs_made_total += 1
         self._welcomed = True
         self._send(RdmaWelcome(endpoint))

@@ -1,8 +1,9 @@
 """The RDMA link's caller: one node's gets and puts with all others, by READ and WRITE.
 
-Owns: one connection and one pair for each node, the requests on it, deadlines, and the order of a
-conversation (`kvcast.protocol.messages.rdma`). Must not know: why a call is made, what becomes of
-one that RDMA cannot make (`carriers`), or how a card is driven: it orders (`links.rdma`).
+Owns: one connection and one pair for each node and card, the requests on them, deadlines, and the
+order of a conversation (`kvcast.protocol.messages.rdma`). Must not know: why a call is made, what
+becomes of one that RDMA cannot make (`carriers`), or how a card is driven: it orders
+(`links.rdma`).
 
 Calls that are alike go together, `MAX_RDMA_BLOCKS` in a request, `MAX_RDMA_REQUESTS` at once. While
 the card has much to move, a request waits until it has as many blocks as still move: windows are
@@ -12,18 +13,25 @@ nothing for `silence_s`, or a call's deadline comes, the connection ends and all
 unreachable: first the pair is closed, since until then the card may still fill the memory that
 belongs to them. An idle pair is closed after half of `idle_s`, before the callee does so.
 
+Of several cards (`cards`) each connection has one, and takes calls to its node out of one queue: so
+blocks are spread, and a call goes to the card that has fewest, or was idle for longest. A large
+block is cut in pieces (`_Striped`), which as many cards READ as have nothing to do: a piece is a
+request of its own, for a window that begins where it does. What a connection could not end goes on
+by another card, once; where there is none, it ends as unreachable.
+
 After each event take `instructions`, and do them in their order.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Final
 
 from kvcast.protocol.links.bulk import EVICTED, UNREACHABLE, GetCall, PutCall
+from kvcast.protocol.links.cards import CardsToPeer, LinkCard
 from kvcast.protocol.links.rdma import (
     ClosePair,
     Completed,
@@ -62,6 +70,8 @@ RdmaCall = GetCall | PutCall
 
 _MUCH_BYTES: Final = 4 << 20
 """A fast card (100 Gb/s) moves so much in the time in which windows are opened."""
+_PIECE_BYTES: Final = 1 << 20
+"""Of a block that several cards read, each has so much at least."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,13 +110,14 @@ Instruction = Connect | Flush | Complete | Failed
 class _Peer:
     """One node that calls go to."""
 
-    def __init__(self) -> None:
-        self.connection: RdmaConnection | None = None
+    def __init__(self, cards: CardsToPeer) -> None:
+        self.cards = cards
+        self.connections: dict[LinkCard, RdmaConnection] = {}
         self.queue: deque[RdmaCall] = deque()
 
 
 class RdmaCaller:
-    """See the module's text. `view` gives the bytes of a put's copy."""
+    """See the module's text. `view` gives the bytes of a put's copy; `cards`: this node's."""
 
     def __init__(
         self,
@@ -114,16 +125,18 @@ class RdmaCaller:
         options: RdmaOptions,
         counters: RdmaCounters,
         view: Callable[[Any], memoryview],
-        max_transfer_bytes: int,
+        cards: Sequence[LinkCard],
     ) -> None:
         self.node_id = node_id
         self.options = options
         self.counters = counters
         self.view = view
-        self.max_transfer_bytes = max_transfer_bytes
+        self._cards = cards
         self._nodes: Mapping[int, NodeInfo] = {}
         self._peers: dict[tuple[str, str, int], _Peer] = {}
         self._instructions: list[Instruction] = []
+        self._news: list[str] = []
+        self._turn = 0
         self._closed = False
 
     def instructions(self) -> list[Instruction]:
@@ -131,17 +144,29 @@ class RdmaCaller:
         taken, self._instructions = self._instructions, []
         return taken
 
+    def take_news(self) -> list[str]:
+        """What an operator should hear: once when a card is left out towards a node, and once when
+        it works again."""
+        taken, self._news = self._news, []
+        return taken
+
     def use_nodes(self, now: float, nodes: Mapping[int, NodeInfo]) -> None:
         """The nodes by index from now on. What is idle towards others is closed."""
         self._nodes = nodes
         present = {_address(node) for node in nodes.values()}
         for address, peer in list(self._peers.items()):
-            connection = peer.connection
-            if address not in present and (connection is None or connection.is_idle):
-                if connection is not None:
+            connections = list(peer.connections.values())
+            if address not in present and all(item.is_idle for item in connections):
+                for connection in connections:
                     connection.end(now)
                 if not peer.queue:
                     del self._peers[address]
+
+    def card_failed(self, now: float, card: LinkCard) -> None:
+        """A card says that it is of no use (`card.problem`): its calls go on by others."""
+        for peer in list(self._peers.values()):
+            if connection := peer.connections.get(card):
+                connection.card_failed(now)
 
     def ask(self, now: float, *calls: RdmaCall) -> None:
         """Make calls, now or in their turn."""
@@ -151,7 +176,9 @@ class RdmaCaller:
             if node is None or not node.rdma_port or self._closed:
                 self._complete(call, UNREACHABLE)
                 continue
-            peer = self._peers.setdefault(_address(node), _Peer())
+            peer = self._peers.get(_address(node))
+            if peer is None:
+                peer = self._peers[_address(node)] = _Peer(CardsToPeer(self._cards, self.options))
             if len(peer.queue) >= self.options.queue_per_peer:
                 self._complete(call, UNREACHABLE)
             else:
@@ -165,45 +192,71 @@ class RdmaCaller:
         """End all calls as unreachable, and close all connections."""
         self._closed = True
         for peer in self._peers.values():
-            if peer.connection is not None:
-                peer.connection.end(now)
+            for connection in list(peer.connections.values()):
+                connection.end(now)
             self._fail_queue(peer)
 
     def check(self) -> None:
         """AssertionError if this end contradicts itself."""
+        # Pieces, and what cards had that failed, wait beside other calls.
+        more = (len(self._cards) - 1) * (MAX_RDMA_REQUESTS + 1) * MAX_RDMA_BLOCKS
         for peer in self._peers.values():
-            assert len(peer.queue) <= self.options.queue_per_peer
-            assert not peer.queue or peer.connection is not None
-            if peer.connection is not None:
-                peer.connection.check()
+            assert len(peer.queue) <= self.options.queue_per_peer + more
+            assert not peer.queue or peer.connections
+            for connection in peer.connections.values():
+                connection.check()
+        for card in self._cards:
+            connections = (peer.connections.get(card) for peer in self._peers.values())
+            assert card.blocks == sum(item.blocks for item in connections if item is not None)
 
     # --- for connections ----------------------------------------------------------------------
 
     def start(self, now: float, peer: _Peer, node: NodeInfo) -> None:
         """Start the calls whose turn has come."""
-        connection = peer.connection
-        if connection is None:
-            if not peer.queue:
-                return
-            connection = peer.connection = RdmaConnection(now, self, node, peer)
-            self._instructions.append(Connect(connection))
-        started = False
-        while (
-            connection.may_ask
-            and len(peer.queue) >= min(connection.worth_waiting_for, MAX_RDMA_BLOCKS)
-            and (calls := self._take_alike(now, peer.queue))
-        ):
-            connection.request(now, calls)
-            started = True
-        if started:
+        if not peer.queue:
+            return
+        cards = peer.cards.usable(now)
+        if not cards:
+            self._instructions.append(Failed(node.node_id, "no card of this node works"))
+            self._fail_queue(peer)
+        for card in cards:
+            if card not in peer.connections:
+                connection = RdmaConnection(now, self, node, peer, card)
+                peer.connections[card] = connection
+                self._instructions.append(Connect(connection))
+        started: dict[RdmaConnection, None] = {}
+        while peer.queue:
+            asking = [item for item in self._ready(peer, cards) if self._may_ask(item)]
+            if not asking:
+                break
+            connection = min(asking, key=lambda item: (item.card.blocks, item.card.turn))
+            most = min(-(-len(peer.queue) // len(asking)), MAX_RDMA_BLOCKS)
+            if peer.cards.on_trial(connection.card):
+                most = 1
+            if calls := self._take_alike(now, peer.queue, most):
+                self._turn = connection.card.turn = self._turn + 1
+                connection.request(now, calls)
+                started[connection] = None
+        for connection in started:
             self.flush(connection)
 
-    def _take_alike(self, now: float, queue: deque[RdmaCall]) -> list[RdmaCall]:
-        """The first calls of a queue, as many as one request can make; those that turn out not to
-        be worth making end."""
+    def _ready(self, peer: _Peer, cards: list[LinkCard]) -> list[RdmaConnection]:
+        """The connections by these cards that can be used; while there are none, those that can."""
+        ready = [item for item in peer.connections.values() if item.is_ready]
+        return [item for item in ready if item.card in cards] or ready
+
+    def _may_ask(self, connection: RdmaConnection) -> bool:
+        peer = connection.peer
+        if peer.cards.on_trial(connection.card) and not connection.is_idle:
+            return False
+        return connection.may_ask and len(peer.queue) >= connection.worth_waiting_for
+
+    def _take_alike(self, now: float, queue: deque[RdmaCall], most: int) -> list[RdmaCall]:
+        """The first calls of a queue, as many as one request can make, and no more than that; those
+        that turn out not to be worth making end."""
         calls: list[RdmaCall] = []
         size_bytes = 0
-        while queue and len(calls) < MAX_RDMA_BLOCKS:
+        while queue and len(calls) < most:
             call = queue[0]
             if calls and not _alike(calls[0], call):
                 break
@@ -220,6 +273,23 @@ class RdmaCaller:
                 calls.append(call)
         return calls
 
+    def cut(
+        self, now: float, connection: RdmaConnection, call: GetCall, room: memoryview, digest: int
+    ) -> GetCall:
+        """The piece of a block that this connection is to read, whose window it has; the others
+        wait for `start`. The whole, where no other card would read any."""
+        peer, left = connection.peer, len(room) - call.start_bytes - _MUCH_BYTES
+        idle = [item for item in self._ready(peer, peer.cards.usable(now)) if not item.card.blocks]
+        count = min(1 + len(idle), left // _PIECE_BYTES)
+        if isinstance(call, _Piece) or count < 2:
+            return call
+        # The others begin when they have windows, too; until then this one reads `_MUCH_BYTES`.
+        ends = [len(room) - left * (count - 1 - n) // count for n in range(count)]
+        striped = _Striped(self, call, room, digest, count)
+        first, *others = map(striped.piece, [call.start_bytes, *ends], ends)
+        peer.queue.extend(others)
+        return first
+
     def _complete(self, call: RdmaCall, outcome: str) -> None:
         self._instructions.append(Complete(call, outcome))
 
@@ -227,20 +297,55 @@ class RdmaCaller:
         """One of a connection's calls has ended."""
         self._complete(call, outcome)
 
-    def failed(self, connection: RdmaConnection, problem: str) -> None:
-        """A connection could not do what it was made for."""
-        if not self._closed:
-            self._instructions.append(Failed(connection.node.node_id, problem))
+    def read(self, memory: memoryview, digest: int) -> str:
+        """A whole block has been read: whether it is what it should be."""
+        self.counters.rdma_blocks_read_total += 1
+        return bulk.DONE if digest_of(memory) == digest else bulk.WRONG_DIGEST
+
+    def worked(self, connection: RdmaConnection) -> None:
+        """A connection has moved bytes."""
+        name, card = connection.node.node_id, connection.card
+        if connection.peer.cards.worked(card):
+            self._news.append(f"RDMA with {name} by {card.name} works again")
 
     def flush(self, connection: RdmaConnection) -> None:
         """A connection has orders, or something to send."""
         self._instructions.append(Flush(connection))
 
-    def over(self, connection: RdmaConnection) -> None:
-        """A connection is closed, its own calls have ended, and what waited ends with them: it
-        would only meet the same."""
-        connection.peer.connection = None
-        self._fail_queue(connection.peer)
+    def over(
+        self, now: float, connection: RdmaConnection, calls: list[RdmaCall], problem: str
+    ) -> None:
+        """A connection is closed; `calls` have not ended. `problem`: why it could not do what it
+        was made for, "" = it was not needed any more. Where no other card is left, what waited
+        ends with it: it would only meet the same."""
+        peer, card, node = connection.peer, connection.card, connection.node
+        del peer.connections[card]
+        goes_on = not self._closed
+        if problem and not self._closed:
+            card.counters.failures += 1
+            is_news = peer.cards.failed(now, card)
+            # What was never reached is the node's fault, and no card's.
+            reached = connection.reached or any(item.reached for item in peer.connections.values())
+            goes_on = reached and bool(peer.cards.usable(now))
+            if goes_on and is_news:
+                what = f"RDMA with {node.node_id} by {card.name}"
+                self._news.append(f"{what} failed, other cards go on: {problem}")
+            if not goes_on:
+                peer.cards.forget()
+                self._instructions.append(Failed(node.node_id, problem))
+        again = []
+        for call in calls:
+            if goes_on and not call.moved and call.deadline > now:
+                call.moved = True
+                self.counters.rdma_calls_moved_total += 1
+                again.append(call)
+            else:
+                self._complete(call, UNREACHABLE)
+        peer.queue.extendleft(reversed(again))
+        if goes_on:
+            self.start(now, peer, node)
+        else:
+            self._fail_queue(peer)
 
     def _fail_queue(self, peer: _Peer) -> None:
         while peer.queue:
@@ -262,16 +367,67 @@ def _alike(first: RdmaCall, other: RdmaCall) -> bool:
     )
 
 
+class _Striped:
+    """A block that several cards read, and what becomes of its call."""
+
+    def __init__(
+        self, link: RdmaCaller, call: GetCall, room: memoryview, digest: int, pieces: int
+    ) -> None:
+        self._link = link
+        self._call = call
+        self._room = room
+        self._digest = digest
+        self._left = pieces
+        self._outcome = bulk.DONE
+
+    def piece(self, start: int, end: int) -> GetCall:
+        """The get of the bytes from `start` to `end`, to which the room ends there."""
+        call = self._call
+
+        def begin(size_bytes: int, digest: int) -> memoryview | None:
+            is_same = (size_bytes, digest) == (len(self._room), self._digest)
+            return self._room[:end] if is_same else None
+
+        return _Piece(
+            *(call.node, call.block, self._digest, call.deadline, begin, self._ended, start),
+            call.wanted,
+            call.moved,
+        )
+
+    def _ended(self, now: float, outcome: str) -> None:
+        """A piece is there, or its pair is closed."""
+        self._left -= 1
+        if self._outcome == bulk.DONE:
+            self._outcome = outcome
+        if self._left == 0:
+            if self._outcome == bulk.DONE:
+                self._outcome = self._link.read(self._room, self._digest)
+            self._call.ended(now, self._outcome)
+
+
+class _Piece(GetCall):
+    """The get of a piece: what has come is no whole block yet."""
+
+    __slots__ = ()
+
+
 @dataclass(slots=True, eq=False)
 class _Moving:
     """One block whose bytes move."""
 
     call: RdmaCall
     memory: memoryview
-    """All of the block."""
+    """All of the block, or of what comes before the end of a piece."""
     digest: int
+    start_bytes: int = 0
+    """Where in it what moves begins, and the window with it."""
     left: int = 0
     """READs or WRITEs that have not ended."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of what moves."""
+        return len(self.memory) - self.start_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -293,12 +449,19 @@ class _Request:
 
 
 class RdmaConnection(LinkStream[RdmaCalleeMessage]):
-    """One connection, and its pair, to `node`."""
+    """One connection, and its pair on `card`, to `node`."""
 
-    def __init__(self, now: float, link: RdmaCaller, node: NodeInfo, peer: _Peer) -> None:
+    def __init__(
+        self, now: float, link: RdmaCaller, node: NodeInfo, peer: _Peer, card: LinkCard
+    ) -> None:
         super().__init__(RdmaCalleeMessage, max_message_bytes=MAX_RDMA_MESSAGE_BYTES)
         self.node = node
         self.peer = peer
+        self.card = card
+        self.reached = False
+        """Whether the connection stood."""
+        self.blocks = 0
+        """Of open requests."""
         self._link = link
         self._requests: dict[int, _Request] = {}
         self._number = 0
@@ -308,9 +471,8 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
         self._token = 0
         self._moving: dict[int, tuple[_Request, _Moving]] = {}
         """By the token of each READ or WRITE that the card has."""
-        self._waiting: deque[tuple[_Request, _Moving, int, int, int]] = deque()
-        """READs and WRITEs that wait for others to end: from where to where in the block, and where
-        its window begins."""
+        self._waiting: deque[tuple[_Request, _Moving, int, int]] = deque()
+        """READs and WRITEs that wait for others to end: from where to where in the block."""
         self._windows: dict[_Moving, Window] = {}
         """Of blocks whose bytes move,"""
         self._moving_bytes = 0
@@ -326,6 +488,10 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
         return self._ready and not self._requests
 
     @property
+    def is_ready(self) -> bool:
+        return self._ready and not self.closed
+
+    @property
     def may_ask(self) -> bool:
         """Whether one more request can begin."""
         return self._ready and not self.closed and len(self._requests) < MAX_RDMA_REQUESTS
@@ -336,11 +502,12 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
         already, and while much of that is left nothing is gained by asking now."""
         if self._moving_bytes < _MUCH_BYTES:
             return 1
-        return max(1, len(self._windows))
+        return max(1, min(len(self._windows), MAX_RDMA_BLOCKS))
 
     def connected(self, now: float) -> None:
         """The connection stands, and at its other end is whom it was made to."""
         if not self.closed:
+            self.reached = True
             self._orders.append(MakePair())
             self._link.flush(self)
 
@@ -364,6 +531,7 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
             self._fail(now, "this node has no more queue pairs")
             return
         self._link.counters.rdma_pairs_made_total += 1
+        self.card.counters.pairs_made += 1
         self._send(RdmaHello(RDMA_PROTOCOL_VERSION, self._link.node_id, endpoint))
         self._link.flush(self)
 
@@ -400,6 +568,10 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
         """Close, and end the calls as unreachable."""
         self._fail(now, self.problem or "closed")
 
+    def card_failed(self, now: float) -> None:
+        """Its card is of no use any more."""
+        self._fail(now, self.card.problem)
+
     def lost(self, now: float, why: str = "") -> None:
         """The connection is gone, or not to be had."""
         self._fail(now, why or "the connection was lost")
@@ -411,6 +583,7 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
         self._number = (self._number + 1) & 0xFFFFFFFF
         deadline = min(call.deadline for call in calls)
         request = self._requests[self._number] = _Request(self._number, calls, deadline)
+        self._count(len(calls))
         first = calls[0]
         if isinstance(first, GetCall):
             wanted = []
@@ -431,6 +604,10 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
             )
         self._heard_at = now
         self._set_deadline(now)
+
+    def _count(self, blocks: int) -> None:
+        self.blocks += blocks
+        self.card.blocks += blocks
 
     def _message(self, now: float, message: RdmaCalleeMessage) -> None:
         self._heard_at = now
@@ -472,7 +649,7 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
                 raise LinkError(f"a block of {window.size_bytes} bytes, of which there are more")
         request.answered = True
         opened = False
-        for call, window in zip(request.calls, windows, strict=True):
+        for place, (call, window) in enumerate(zip(request.calls, windows, strict=True)):
             if window.status != wanted:
                 self._link.ended(call, window.status)
                 continue
@@ -482,10 +659,15 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
                 if room is None:
                     self._link.ended(call, bulk.NO_ROOM)
                     continue
-                self._move(request, _Moving(call, room, window.digest), window, call.start_bytes)
+                mine = self._link.cut(now, self, call, room, window.digest)
+                if mine is not call:
+                    request.calls[place] = mine
+                    room = mine.begin(window.size_bytes, window.digest)
+                    assert room is not None
+                moving = _Moving(mine, room, window.digest, call.start_bytes)
             else:
-                memory = self._link.view(call.copy)
-                self._move(request, _Moving(call, memory, call.copy.digest), window, 0)
+                moving = _Moving(call, self._link.view(call.copy), call.copy.digest)
+            self._move(request, moving, window)
         if not opened:
             self._free(now, request)
         elif not request.left:
@@ -493,44 +675,48 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
         self._post()
         self._set_deadline(now)
         self._link.flush(self)
+        self._link.start(now, self.peer, self.node)
 
-    def _move(self, request: _Request, moving: _Moving, window: Window, start_bytes: int) -> None:
+    def _move(self, request: _Request, moving: _Moving, window: Window) -> None:
         request.moving.append(moving)
         request.left += 1
         self._windows[moving] = window
-        self._moving_bytes += len(moving.memory)
-        step = self._link.max_transfer_bytes
-        for start in range(start_bytes, len(moving.memory), step):
+        self._moving_bytes += moving.size_bytes
+        step = self.card.max_transfer_bytes
+        for start in range(moving.start_bytes, len(moving.memory), step):
             moving.left += 1
             end = min(start + step, len(moving.memory))
-            self._waiting.append((request, moving, start, end, start_bytes))
+            self._waiting.append((request, moving, start, end))
 
     def _post(self) -> None:
         """Give the card as much as it may have at once."""
         while self._waiting and len(self._moving) < self._link.options.posted:
-            request, moving, start, end, start_bytes = self._waiting.popleft()
+            request, moving, start, end = self._waiting.popleft()
             window = self._windows[moving]
             self._token += 1
             self._moving[self._token] = (request, moving)
             part = moving.memory[start:end]
             order = Read if isinstance(moving.call, GetCall) else Write
-            address = window.address + start - start_bytes
+            address = window.address + start - moving.start_bytes
             self._orders.append(order(self._token, part, address, window.key))
 
     def _moved(self, request: _Request, moving: _Moving) -> None:
         """All bytes of a block are where they should be; those of a get are looked at."""
         counters, call = self._link.counters, moving.call
         del self._windows[moving]
-        self._moving_bytes -= len(moving.memory)
+        self._moving_bytes -= moving.size_bytes
         request.left -= 1
+        self._link.worked(self)
         if isinstance(call, GetCall):
-            counters.rdma_blocks_read_total += 1
-            counters.rdma_bytes_read_total += len(moving.memory) - call.start_bytes
-            right = digest_of(moving.memory) == moving.digest
-            self._link.ended(call, bulk.DONE if right else bulk.WRONG_DIGEST)
+            counters.rdma_bytes_read_total += moving.size_bytes
+            self.card.counters.bytes_read += moving.size_bytes
+            whole = not isinstance(call, _Piece)
+            outcome = self._link.read(moving.memory, moving.digest) if whole else bulk.DONE
+            self._link.ended(call, outcome)
         else:
             counters.rdma_blocks_written_total += 1
-            counters.rdma_bytes_written_total += len(moving.memory)
+            counters.rdma_bytes_written_total += moving.size_bytes
+            self.card.counters.bytes_written += moving.size_bytes
         if not request.left:
             self._finish(request)
 
@@ -544,6 +730,7 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
     def _free(self, now: float, request: _Request) -> None:
         """The calls of a request have all ended."""
         del self._requests[request.number]
+        self._count(-len(request.calls))
         self._set_deadline(now)
         self._link.start(now, self.peer, self.node)
 
@@ -579,20 +766,21 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
         # First the pair: until it is closed, the card may still fill what belongs to the calls.
         self._orders = [ClosePair()]
         self._link.flush(self)
-        if self._requests or not self._ready:
-            self._link.failed(self, self._why)
+        problem = self._why or "closed" if self._requests or not self._ready else ""
+        calls = []
         for request in self._requests.values():
             ended = {moving.call for moving in request.moving if not self._is_open(request, moving)}
             begun = {moving.call for moving in request.moving}
             for call in request.calls:
                 if call not in ended and (call in begun or not request.answered):
-                    self._link.ended(call, UNREACHABLE)
+                    calls.append(call)
         self._requests.clear()
         self._moving.clear()
         self._waiting.clear()
         self._windows.clear()
         self._moving_bytes = 0
-        self._link.over(self)
+        self._count(-self.blocks)
+        self._link.over(now, self, calls, problem)
 
     def _is_open(self, request: _Request, moving: _Moving) -> bool:
         """Whether a block's call has not ended: a get's does with its bytes, a put's with the word
@@ -605,4 +793,5 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
         assert len(self._requests) <= MAX_RDMA_REQUESTS
         assert len(self._moving) <= self._link.options.posted
         assert not self._waiting or self._moving
-        assert self._moving_bytes == sum(len(moving.memory) for moving in self._windows)
+        assert self._moving_bytes == sum(moving.size_bytes for moving in self._windows)
+        assert self.blocks == sum(len(request.calls) for request in self._requests.values())

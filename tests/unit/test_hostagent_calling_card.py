@@ -1,5 +1,6 @@
 """How a card is given its orders: at once while that is quick, by a thread once it was slow, in
-their order either way; and that what it says of a pair that is gone is told to no other.
+their order either way; that what it says of a pair that is gone is told to no other, and what it
+says of itself to whoever leaves it out.
 
 Oracle: what a function in the driver's place was called with. Cannot see: real cards (tests/rdma).
 """
@@ -17,7 +18,15 @@ from typing import Any
 import pytest
 from kvcast.hostagent.network import calling_card
 from kvcast.hostagent.network.calling_card import CallingCard, Poster
-from kvcast.hostagent.network.libverbs import COMPLETION_WORDS, NUMBER, STATUS, Send
+from kvcast.hostagent.network.libverbs import (
+    COMPLETION_WORDS,
+    DEVICE_FATAL,
+    NUMBER,
+    PORT_ACTIVE,
+    PORT_ERROR,
+    STATUS,
+    Send,
+)
 from kvcast.native.subset import ctypes_of
 from kvcast.protocol.links.rdma import Completed, Read
 
@@ -129,6 +138,8 @@ class SoftCard:
 
     def __init__(self, _name: str) -> None:
         self.descriptor, self._other = os.pipe()
+        self.events, self._tells = os.pipe()
+        self._happened: list[tuple[int, int]] = []
         self.said: list[tuple[int, int]] = []
         """By the orders' numbers, their statuses."""
         self.code = 0
@@ -164,15 +175,31 @@ class SoftCard:
             words[at * COMPLETION_WORDS + STATUS] = status
         return len(taken)
 
+    def tell(self, *happened: tuple[int, int]) -> None:
+        """Say what has happened to the card, and to which port."""
+        self._happened += happened
+        os.write(self._tells, b"x")
+
+    def take_happened(self) -> list[tuple[int, int]]:
+        os.read(self.events, 1)
+        happened, self._happened = self._happened, []
+        return happened
+
     def close(self) -> None:
-        os.close(self._other)
-        os.close(self.descriptor)
+        for descriptor in (self._other, self.descriptor, self._tells, self.events):
+            os.close(descriptor)
 
 
 class OnePort:
-    """The port of a card that has room for any number of pairs."""
+    """The port of a card that has room for any number of pairs. `told`: the card's problems."""
 
     name, port, max_transfer_bytes = "soft", 1, 1 << 20
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def happened(self, problem: str) -> None:
+        self.told.append(problem)
 
     def admit(self, pair: object) -> None: ...
 
@@ -246,3 +273,22 @@ async def test_what_could_not_be_ordered_of_a_pair_that_is_gone_is_not_told_to_t
         await asyncio.sleep(0.01)
     assert {one.token for one in told} == {3, 4}
     assert all(one.problem for one in told)
+
+
+async def test_what_happens_to_a_card_s_port_is_told_and_a_lost_card_stays_lost(
+    soft: tuple[CallingCard, SoftCard],
+) -> None:
+    card, below = soft
+    port: Any = card.port
+    down, up = (PORT_ERROR, 1), (PORT_ACTIVE, 1)
+    for happened, said in (
+        ([down], ["its port is down"]),
+        ([up], [""]),
+        ([(PORT_ERROR, 2), (PORT_ACTIVE, 2), (1, 1)], []),
+        ([(DEVICE_FATAL, 0), up], ["the card is lost until the agent starts again"]),
+        ([down, up], []),
+    ):
+        port.told.clear()
+        below.tell(*happened)
+        await asyncio.sleep(0.01)
+        assert port.told == said

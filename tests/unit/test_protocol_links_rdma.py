@@ -8,13 +8,14 @@ Cannot see: TLS, sockets, real cards (`tests/rdma` has them).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.protocol.links import rdma_caller
 from kvcast.protocol.links.bulk import EVICTED, UNREACHABLE, BulkCall, ExistsCall, GetCall, PutCall
+from kvcast.protocol.links.cards import LinkCard
 from kvcast.protocol.links.carriers import Carriers
 from kvcast.protocol.links.rdma import PairHolder, RdmaOptions
 from kvcast.protocol.links.rdma_callee import RdmaCallee
@@ -145,9 +146,10 @@ class Service:
 
 
 class Bench:
-    """A caller and the callee that it finds, on two cards."""
+    """A caller and the callee that it finds. `distances`: of the caller's cards from its memory;
+    each card meets one of its own at the home."""
 
-    def __init__(self, options: RdmaOptions = OPTIONS) -> None:
+    def __init__(self, options: RdmaOptions = OPTIONS, *distances: int) -> None:
         self.world = World(1)
         fabric = Fabric(self.world)
         fabric.rate_bytes_per_s = 1e9
@@ -157,17 +159,26 @@ class Bench:
         def deliver(action: Callable[[], None]) -> None:
             action()
 
-        self.card = SimulatedCard(fabric, ours, options, deliver)
-        self.home_card = SimulatedCard(fabric, theirs, options, deliver)
+        def cards(memory: memoryview) -> list[SimulatedCard]:
+            return [SimulatedCard(fabric, memory, options, deliver) for _ in distances or range(1)]
+
+        self.cards, self.home_cards = cards(ours), cards(theirs)
+        self.card, self.home_card = self.cards[0], self.home_cards[0]
+        self.link_cards = [
+            LinkCard(self.card.max_transfer_bytes, f"card-{number}", distance)
+            for number, distance in enumerate(distances or (10,))
+        ]
         self.service = Service(theirs)
         self.memory = Service(ours)
         self.metrics, self.home_metrics = Metrics(), Metrics()
         self.caller = RdmaCaller(
-            "node-1", options, self.metrics, lambda copy: copy.view, self.card.max_transfer_bytes
+            "node-1", options, self.metrics, lambda copy: copy.view, self.link_cards
         )
         self.caller.use_nodes(0.0, {2: NODE})
         self.outcomes: dict[int, str] = {}
         self.failures: list[str] = []
+        self.unreachable = False
+        self.connects = 0
         self.pairs_open_at_ends: list[int] = []
         """How many pairs of ours were open when a call was told its end as unreachable."""
         self.links: list[tuple[RdmaConnection, PairHolder, RdmaCallee[Copy], PairHolder]] = []
@@ -236,10 +247,15 @@ class Bench:
             self.caller.check()
 
     def connect(self, connection: RdmaConnection) -> None:
+        self.connects += 1
+        if self.unreachable:
+            connection.lost(self.now, "nobody is there")
+            return
         callee = RdmaCallee(self.now, self.service, self.options, self.home_metrics)
         clock = lambda: self.now  # noqa: E731
-        holder = PairHolder(connection, self.card, clock, self.move)
-        theirs = PairHolder(callee, self.home_card, clock, self.settle)
+        number = self.link_cards.index(connection.card)
+        holder = PairHolder(connection, self.cards[number], clock, self.move)
+        theirs = PairHolder(callee, self.home_cards[number], clock, self.settle)
         self.links.append((connection, holder, callee, theirs))
         connection.connected(self.now)
 
@@ -626,6 +642,308 @@ def test_a_callee_that_breaks_the_rules_is_left_and_the_call_ends(
 def test_a_put_is_not_done_by_a_window_of_a_get(bench: Bench) -> None:
     caller_told(bench, WELCOME, RdmaWindows(1, [WINDOW]), put=True)
     assert bench.outcomes == {1: UNREACHABLE}
+
+
+# --- several cards --------------------------------------------------------------------------------
+
+LARGE = 600_000
+
+
+@pytest.fixture
+def cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are cut as if cards were slower."""
+    monkeypatch.setattr(rdma_caller, "_MUCH_BYTES", 100_000)
+    monkeypatch.setattr(rdma_caller, "_PIECE_BYTES", 50_000)
+
+
+def ready(*distances: int) -> Bench:
+    """A caller whose cards stand in connection with the home already."""
+    bench = Bench(OPTIONS, *distances)
+    bench.service.hold(99, data_of(99))
+    bench.get(99)
+    bench.run(0.1)
+    assert bench.outcomes.pop(99) == bulk.DONE
+    for card in bench.link_cards:
+        card.counters.bytes_read = 0
+    bench.metrics.rdma_bytes_read_total = bench.metrics.rdma_blocks_read_total = 0
+    return bench
+
+
+def get_together(bench: Bench, numbers: Sequence[int], size: int) -> list[memoryview]:
+    """Ask for blocks, which the home has, all at once; where their bytes will be."""
+    calls, rooms = [], []
+    for number in numbers:
+        bench.service.hold(number, data_of(number, size))
+        rooms.append(bench.memory.room(size))
+        block, deadline = BlockId(1, key(number)), bench.now + 9.0
+        begin = lambda _size, _digest, room=rooms[-1]: room  # noqa: E731
+        calls.append(GetCall(2, block, 0, deadline, begin, bench.ended(number)))
+    bench.caller.ask(bench.now, *calls)
+    bench.move()
+    return rooms
+
+
+def bytes_read(bench: Bench) -> list[int]:
+    return [card.counters.bytes_read for card in bench.link_cards]
+
+
+def test_blocks_are_spread_over_the_cards_that_are_nearest() -> None:
+    bench = ready(21, 10, 10)
+    for number in range(24):
+        bench.service.hold(number, data_of(number))
+    rooms = [bench.get(number) for number in range(24)]
+    bench.run(0.5)
+    assert set(bench.outcomes.values()) == {bulk.DONE}
+    assert [bytes(room) for room in rooms] == [data_of(number) for number in range(24)]
+    far, *near = bytes_read(bench)
+    assert (far, sum(near)) == (0, 24 * SIZE)
+    assert min(near) >= 8 * SIZE
+    assert len(bench.cards[0].pairs) == 0
+
+
+def test_one_request_for_many_blocks_is_shared_out() -> None:
+    bench = ready(10, 10)
+    get_together(bench, range(8), SIZE)
+    bench.run(0.5)
+    assert bytes_read(bench) == [4 * SIZE, 4 * SIZE]
+
+
+def test_a_large_block_is_read_by_several_cards_each_byte_once(cut_small: None) -> None:
+    bench = ready(10, 10, 10, 21)
+    bench.service.hold(1, data_of(1, LARGE))
+    room = bench.get(1, start=1000, size=LARGE)
+    bench.run(0.5)
+    assert bench.outcomes == {1: bulk.DONE}
+    assert bytes(room) == data_of(1, LARGE)
+    far, *near = sorted(bytes_read(bench))
+    assert (far, sum(near)) == (0, LARGE - 1000)
+    left = LARGE - 1000 - 100_000
+    assert [share // 10 for share in near] == [left // 30, left // 30, left // 30 + 10_000]
+    assert bench.metrics.rdma_bytes_read_total == LARGE - 1000
+    assert bench.metrics.rdma_blocks_read_total == 1
+    assert bench.service.out == []
+
+
+def test_a_large_block_is_not_cut_where_other_blocks_keep_the_cards_busy(cut_small: None) -> None:
+    bench = ready(10, 10)
+    for number in range(2):
+        bench.service.hold(number, data_of(number, LARGE))
+        bench.get(number, size=LARGE)
+    bench.run(0.5)
+    assert set(bench.outcomes.values()) == {bulk.DONE}
+    assert bytes_read(bench) == [LARGE, LARGE]
+    assert bench.home_metrics.rdma_requests_served_total == 3
+
+
+def test_a_piece_is_not_cut_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though other cards have done their parts when the window of the one in the middle comes."""
+    monkeypatch.setattr(rdma_caller, "_MUCH_BYTES", 1000)
+    monkeypatch.setattr(rdma_caller, "_PIECE_BYTES", 50_000)
+    bench = ready(10, 10, 10)
+    bench.home_cards[2].faults.late = 1.0
+    (room,) = get_together(bench, [1], LARGE)
+    bench.run(0.3)
+    assert bench.outcomes == {}
+    assert bytes_read(bench)[2] == 0
+    assert [card.blocks for card in bench.link_cards] == [0, 0, 1], "the others are not done"
+    bench.run(2.0)
+    assert bench.outcomes == {1: bulk.DONE}
+    assert bytes(room) == data_of(1, LARGE)
+    assert min(bytes_read(bench)) > 0
+
+
+def test_all_large_blocks_of_a_request_are_cut_for_cards_that_have_nothing_to_do(
+    cut_small: None,
+) -> None:
+    """The first card whose connection stands has taken them all."""
+    bench = Bench(OPTIONS, 10, 10)
+    rooms = get_together(bench, range(2), LARGE)
+    bench.run(0.5)
+    assert [bytes(room) for room in rooms] == [data_of(0, LARGE), data_of(1, LARGE)]
+    assert set(bench.outcomes.values()) == {bulk.DONE}
+    assert bytes_read(bench) == [LARGE + 100_000, LARGE - 100_000]
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_bit_that_flips_in_any_piece_is_found(cut_small: None, wrong: int) -> None:
+    bench = ready(10, 10)
+    bench.home_cards[wrong].faults.flips = 1.0
+    bench.service.hold(1, data_of(1, LARGE))
+    bench.get(1, size=LARGE)
+    bench.run(0.5)
+    assert bench.outcomes == {1: bulk.WRONG_DIGEST}
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_card_that_is_taken_away_in_the_middle_of_a_block_is_left_out(
+    cut_small: None, gone: int
+) -> None:
+    bench = ready(10, 10)
+    bench.service.hold(1, data_of(1, LARGE))
+    room = bench.get(1, size=LARGE)
+    bench.run(0.0001)
+    bench.cards[gone].go()
+    assert bench.outcomes == {}, "it is over already"
+    bench.run(OPTIONS.silence_s + 0.5)
+    assert bench.outcomes == {1: bulk.DONE}
+    assert bytes(room) == data_of(1, LARGE)
+    assert bench.failures == [], "the node was given up"
+    assert bench.metrics.rdma_calls_moved_total == 1
+    assert bench.link_cards[gone].counters.failures == 1
+    (news,) = bench.caller.take_news()
+    assert news == f"RDMA with node-2 by card-{gone} failed, other cards go on: silence"
+    assert len(bench.cards[gone].pairs) == 0
+    assert bench.service.out == []
+
+
+def test_without_any_card_left_a_cut_block_ends_once_and_after_all_pairs(cut_small: None) -> None:
+    bench = ready(10, 10)
+    bench.service.hold(1, data_of(1, LARGE))
+    bench.get(1, size=LARGE)
+    bench.run(0.0001)
+    for card in bench.cards:
+        card.go()
+    bench.run(2 * OPTIONS.silence_s + 1.5)
+    assert bench.outcomes == {1: UNREACHABLE}
+    assert bench.failures == ["the card is gone"]
+    assert [len(card.pairs) for card in bench.cards] == [0, 0]
+
+
+@pytest.mark.parametrize("then", [bulk.NOT_FOUND, bulk.NO_ROOM])
+def test_a_piece_of_no_block_or_another_ends_the_block(cut_small: None, then: str) -> None:
+    bench = ready(10, 10)
+    other = bench.service.hold(2, data_of(2, LARGE))
+    bench.service.hold(1, data_of(1, LARGE))
+    give = bench.service.get
+    asked = []
+
+    def once(caller: str, namespace: int, block: WantedBlock) -> Copy | str:
+        asked.append(block.start_bytes)
+        if len(asked) == 1:
+            return give(caller, namespace, block)
+        if then == bulk.NOT_FOUND:
+            return then
+        bench.service.out.append(other.block.key)
+        return other
+
+    bench.service.get = once  # type: ignore[method-assign]
+    bench.get(1, size=LARGE)
+    bench.run(0.5)
+    assert bench.outcomes == {1: then}
+    assert len(asked) == 2
+    assert bench.service.out == []
+
+
+def test_a_card_comes_back_after_a_pause_that_grows_with_one_call_at_first() -> None:
+    bench = ready(10, 10)
+    second = bench.link_cards[1]
+    bench.home_cards[1].faults.lost_windows = 1.0
+    number, pauses = 0, []
+    for _ in range(3):
+        failures, began = second.counters.failures, bench.now
+        while second.counters.failures == failures:
+            assert bench.now < began + 9.0, "it is never tried again"
+            bench.service.hold(number, data_of(number))
+            bench.get(number, deadline=bench.now + 9.0)
+            bench.run(0.1)
+            number += 1
+        pauses.append(round(bench.now - began))
+        assert second.counters.failures == failures + 1
+    assert pauses == [0, 1, 2]
+    assert set(bench.outcomes.values()) == {bulk.DONE}
+    assert bench.metrics.rdma_calls_moved_total == 3
+    bench.home_cards[1].faults.lost_windows = 0.0
+    bench.run(4.5)
+    before = second.counters.bytes_read
+    for more in range(number, number + 20):
+        bench.service.hold(more, data_of(more))
+        bench.get(more, deadline=bench.now + 9.0)
+    bench.run(0.5)
+    assert second.counters.bytes_read > before
+    assert len(bench.caller.take_news()) == 2, "told more than once"
+
+
+def test_a_call_goes_on_by_another_card_once() -> None:
+    bench = ready(10, 10, 10)
+    for card in bench.home_cards:
+        card.faults.lost_windows = 1.0
+    bench.service.hold(1, data_of(1))
+    bench.get(1)
+    bench.run(0.5)
+    assert bench.outcomes == {1: UNREACHABLE}
+    assert bench.metrics.rdma_calls_moved_total == 1
+    assert bench.failures == [], "the third still works, for all that is known"
+
+
+def test_a_card_on_trial_is_given_one_call() -> None:
+    bench = ready(10, 10)
+    bench.home_cards[1].faults.lost_windows = 1.0
+    get_together(bench, range(8), SIZE)
+    bench.run(OPTIONS.retry_s + 0.5)
+    assert bench.metrics.rdma_calls_moved_total == 4
+    get_together(bench, range(8, 16), SIZE)  # its connection is made meanwhile
+    bench.run(0.3)
+    get_together(bench, range(16, 24), SIZE)
+    bench.run(0.3)
+    assert bench.metrics.rdma_calls_moved_total == 4 + 1
+    assert set(bench.outcomes.values()) == {bulk.DONE}
+
+
+def test_cards_farther_off_stand_in_and_give_way_again() -> None:
+    bench = ready(10, 21)
+    near = bench.link_cards[0]
+    bench.service.hold(1, data_of(1))
+    bench.get(1)
+    near.problem = "its port is down"
+    bench.caller.card_failed(bench.now, near)
+    bench.move()
+    assert [len(card.pairs) for card in bench.cards] == [0, 1], "the pair is not closed"
+    bench.run(0.5)
+    assert bench.outcomes == {1: bulk.DONE}
+    assert bytes_read(bench) == [0, SIZE]
+    assert bench.caller.take_news() == [], "who knows that the port is down says so, once"
+    near.problem = ""
+    bench.run(OPTIONS.retry_s)
+    bench.service.hold(2, data_of(2))
+    bench.get(2)
+    bench.run(0.1)
+    assert bytes_read(bench) == [0, 2 * SIZE], "it waited for the connection by the nearer one"
+    for number in range(3, 7):
+        bench.service.hold(number, data_of(number))
+        bench.get(number)
+        bench.run(0.1)
+    assert set(bench.outcomes.values()) == {bulk.DONE}
+    assert bytes_read(bench) == [4 * SIZE, 2 * SIZE]
+    assert bench.failures == bench.caller.take_news() == []
+
+
+def test_without_a_card_that_works_calls_end_at_once() -> None:
+    bench = Bench(OPTIONS, 10, 10)
+    for card in bench.link_cards:
+        card.problem = "its port is down"
+    bench.get(1)
+    assert bench.outcomes == {1: UNREACHABLE}
+    assert bench.failures == ["no card of this node works"]
+
+
+def test_a_node_that_is_not_reached_at_all_is_no_card_s_fault() -> None:
+    bench = Bench(OPTIONS, 10, 21)
+    bench.unreachable = True
+    bench.get(1)
+    assert bench.outcomes == {1: UNREACHABLE}
+    assert bench.failures == ["nobody is there"]
+    assert bench.connects == 1, "each card was tried"
+
+
+def test_a_put_goes_on_by_another_card() -> None:
+    bench = ready(10, 10)
+    bench.put(1)
+    bench.put(2)
+    bench.run(0.00001)
+    bench.cards[1].go()
+    bench.run(8.0)
+    assert bench.outcomes[1] == bulk.DONE
+    assert bench.service.out == []
 
 
 # --- RDMA or TCP ----------------------------------------------------------------------------------
