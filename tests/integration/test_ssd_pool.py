@@ -12,7 +12,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,9 +134,21 @@ async def through_further_arenas(tmp_path: Path, folder: Path) -> None:
         ssd = pool.agents[1].ssd
         assert ssd is not None
         assert [tier.name for tier in ssd.tiers] == ["arena1", "arena2", "ssd"]
+
+        async def keep_up() -> None:
+            """What comes sends others down: wait until they are there, or some are evicted."""
+            await until(lambda: not any(tier.is_behind for tier in ssd.tiers))
+
+        async def tiers_of(client: AsyncClient, numbers: Iterable[int]) -> list[str]:
+            found = []
+            for number in numbers:
+                found.append(await tier_of(client, number))
+                await keep_up()
+            return found
+
         for number in range(160):  # 8 MiB, through 1, 2 and 2
             await put(pool, 1, range(number, number + 1), paced=False)
-            await until(lambda: not any(tier.is_behind for tier in ssd.tiers))
+            await keep_up()
         for tier in ssd.tiers:
             tier.check()
         values = pool.agents[1].core.values()
@@ -144,10 +156,10 @@ async def through_further_arenas(tmp_path: Path, folder: Path) -> None:
             assert values[f"{name}_demotions_room_total"] > 0
             assert values[f"{name}_left_unwritten_total"] == 0
         assert await client.exists(1, [key_of(number) for number in range(160)]) == 160
-        tiers = [await tier_of(client, number) for number in reversed(range(160))]
+        tiers = await tiers_of(client, reversed(range(160)))
         assert set(tiers) == {"local", "arena", "ssd"}
         assert pool.agents[1].core.values()["hits_arena_total"] == tiers.count("arena")
-        assert "" not in [await tier_of(pool.clients[2], number) for number in range(0, 160, 9)]
+        assert "" not in await tiers_of(pool.clients[2], range(0, 160, 9))
         await pool.kill(1)
         await pool.start_agent(1, change)
         await pool.settled()
