@@ -255,8 +255,10 @@ class Handover:
     def _offer(self, now: float, task: _Task) -> None:
         pool = self._outbox.pool
         copy = self._store.peek(task.block)
-        if copy is None and not task.recalled and self._brings(now, task):
-            return
+        if copy is None and not task.recalled:
+            if self._brings(now, task):
+                return
+            copy = self._store.peek(task.block)
         pinned, task.held = task.held, None
         if pinned is not None and pinned is not copy:  # it was dropped meanwhile
             self._store.unpin(pinned)
@@ -312,8 +314,13 @@ class Handover:
 
     def _brings(self, now: float, task: _Task) -> bool:
         """Whether the block comes from a lower tier, to be offered then."""
+        begun = ended = False
 
         def brought() -> None:
+            nonlocal ended
+            ended = True
+            if not begun:
+                return  # it has ended at once: the task goes on without it
             self._in_flight -= 1
             copy = self._store.peek(task.block)
             if copy is not None:
@@ -325,7 +332,8 @@ class Handover:
 
         task.recalled = True
         self._in_flight += 1
-        if self.recall(now, task.block, brought):
+        begun = self.recall(now, task.block, brought)
+        if begun and not ended:
             return True
         self._in_flight -= 1
         return False

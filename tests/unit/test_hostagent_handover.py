@@ -383,6 +383,18 @@ def test_what_goes_to_the_lower_tier_before_its_turn_is_brought_back() -> None:
     assert bench.core.counters.blocks == 1
 
 
+def test_however_many_dram_has_no_room_for_they_are_tried_one_after_the_other() -> None:
+    """Each recall ends at once, and was the call in which the next was made."""
+    bench = Bench(blocks=0)
+    blocks = [block(n) for n in range(2000)]
+    disk = Disk(bench, *blocks)
+    disk.room = False
+    bench.use(pool([1, 2], settled=1))
+    assert disk.recalled == blocks
+    assert bench.core.report(bench.now) == HandedOver(1, 2000, 2000, 0, no_room=2000)
+    assert bench.core.left == 2000, "each of them once, and none is out"
+
+
 def test_what_dram_has_no_room_for_is_waited_for() -> None:
     bench = Bench(blocks=0)
     disk = Disk(bench, block(7))
