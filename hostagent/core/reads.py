@@ -883,24 +883,34 @@ class Reads:
         self._bulk_get(now, fetch_id, block, named)
 
     def _bulk_get(
-        self, now: float, fetch_id: int, block: BlockId, homes: deque[tuple[int, str]]
+        self,
+        now: float,
+        fetch_id: int,
+        block: BlockId,
+        homes: deque[tuple[int, str]],
+        *,
+        no_room: bool = False,
     ) -> None:
+        """Ask these homes in turn; `no_room`: one before them had the block, and there was none
+        for it here."""
         pool = self._outbox.pool
         assert pool is not None
         # By now an index may stand for another node, which is no home of the block.
         while homes and not pool.is_node(*homes[0]):
             homes.popleft()
         if not homes:
-            self.requester.bulk_done(now, fetch_id, None)
+            self.requester.bulk_done(now, fetch_id, None, no_room=no_room)
             return
         reservation: ArenaReservation | None = None
         promised = 0
 
         def begin(size_bytes: int, with_digest: int) -> memoryview | None:
-            nonlocal reservation, promised
+            nonlocal reservation, promised, no_room
             promised = with_digest
             fetch = self._fetches.get(block)
             reservation = None if fetch is None else self.room(fetch, size_bytes)
+            if reservation is None and size_bytes <= self.requester.config.max_block_bytes:
+                no_room = True
             return None if reservation is None else reservation.view
 
         def ended(now: float, outcome: str) -> None:
@@ -914,10 +924,10 @@ class Reads:
             if copy is None and ours and homes:
                 if reservation is not None:
                     reservation.abort()
-                self._bulk_get(now, fetch_id, block, homes)
+                self._bulk_get(now, fetch_id, block, homes, no_room=no_room)
                 self.drain(now)
                 return
-            taken = self.requester.bulk_done(now, fetch_id, copy)
+            taken = self.requester.bulk_done(now, fetch_id, copy, no_room=no_room)
             if reservation is not None and not taken:
                 reservation.abort()
             self.drain(now)

@@ -311,8 +311,11 @@ class Requester:
         self._asker.more_comes = False
         self._asker.pump(now)
 
-    def bulk_done(self, now: float, fetch_id: int, copy: BulkCopy | None) -> bool:
-        """Tell how a TryBulk or OfferReceived went; None = it failed.
+    def bulk_done(
+        self, now: float, fetch_id: int, copy: BulkCopy | None, *, no_room: bool = False
+    ) -> bool:
+        """Tell how a TryBulk or OfferReceived went; None = it failed, `no_room`: for lack of room
+        at this node.
 
         True if `copy.reservation` was taken, and comes back in `Fetched`; else it stays the
         caller's (the fetch ended meanwhile, or this is not the copy, or of the size, expected).
@@ -326,7 +329,9 @@ class Requester:
             self._life.fetched(now, fetch, copy.reservation, size, copy.digest)
             return True
         if fetch.state is FetchState.LAST_RESORT or not fetch.homes.order:
-            self._life.miss(now, fetch, fetch.homes.worst_verdict())
+            self.counters.no_memory += no_room
+            verdict = MissReason.NO_MEMORY if no_room else fetch.homes.worst_verdict()
+            self._life.miss(now, fetch, verdict)
         else:  # an offer that led nowhere: go on with READs
             self._life.read_after_all(now, fetch)
         self._asker.pump(now)

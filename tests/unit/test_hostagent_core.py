@@ -399,6 +399,49 @@ def test_when_the_udp_way_fails_the_bulk_way_is_tried_and_its_digest_checked() -
         node.core.store.check()
 
 
+@pytest.mark.parametrize(
+    ("size_bytes", "then", "status"),
+    [
+        (70_000, "", local.NO_ROOM),
+        (70_000, UNREACHABLE, local.NO_ROOM),
+        (70_000, bulk.DONE, local.OK),
+        (1 << 40, "", local.MISS),
+        (1 << 40, UNREACHABLE, local.MISS),
+    ],
+)
+def test_what_comes_the_bulk_way_and_finds_no_room_is_said_to_have_found_none(
+    size_bytes: int, then: str, status: str
+) -> None:
+    """Room that is not there is no fault of the homes, whatever READs have shown of them before;
+    a size that no block has is. `then`: what becomes of the call to a second home, if any."""
+    node = Node(1, slabs=1)
+    node.take_map(pool_map([2, 3] if then else [2]))
+    items = node.get(1, deadline_s=60)
+    calls: list[BulkCall] = []
+    while not calls:
+        node.frames()
+        when = node.core.get_timer(node.now)
+        assert when is not None
+        node.now = max(when, node.now)
+        node.core.handle_timer(node.now)
+        calls = node.calls()
+    (call,) = calls
+    assert isinstance(call, GetCall)
+    assert call.begin(size_bytes, 5) is None
+    call.ended(node.now, bulk.NO_ROOM)
+    if then:
+        (call,) = node.calls()
+        assert isinstance(call, GetCall)
+        if then == bulk.DONE:
+            view = call.begin(4, digest_of(b"data"))
+            assert view is not None
+            view[:] = b"data"
+        call.ended(node.now, then)
+    assert [item.status for item in items] == [status]
+    assert node.core.requester.counters.no_memory == (status == local.NO_ROOM)
+    node.core.store.check()
+
+
 def test_a_bulk_answer_after_the_deadline_gives_its_room_back() -> None:
     node = pool_of([2])[0]
     items = node.get(1, deadline_s=30)

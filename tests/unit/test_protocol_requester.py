@@ -721,6 +721,16 @@ def test_bulk_that_fails_ends_the_fetch(copy: BulkCopy | None) -> None:
     assert end.reason is MissReason.UNREACHABLE
 
 
+def test_bulk_that_finds_no_room_ends_the_fetch_for_that_and_not_for_what_homes_did() -> None:
+    bench = Bench(bulk_available=True, tries_per_home=2)
+    event = silent_everywhere(bench)
+    assert not bench.core.bulk_done(51.0, event.fetch_id, None, no_room=True)
+    (end,) = bench.events()
+    assert isinstance(end, Missed)
+    assert end.reason is MissReason.NO_MEMORY
+    assert bench.core.counters.no_memory == 1
+
+
 def test_bulk_that_comes_after_the_deadline_is_not_taken() -> None:
     bench = Bench(bulk_available=True, tries_per_home=2)
     event = silent_everywhere(bench)
