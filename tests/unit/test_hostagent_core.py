@@ -369,20 +369,26 @@ def test_no_room_for_a_block_is_said_and_leaves_nothing_behind() -> None:
     assert reader.core.reads.waiting == 0
 
 
+def first_bulk_get(node: Node) -> GetCall:
+    """What a node asks for by the bulk way when its READs have led to nothing."""
+    calls: list[BulkCall] = []
+    while not calls:
+        node.frames()
+        when = node.core.get_timer(node.now)
+        assert when is not None
+        node.now = max(when, node.now)
+        node.core.handle_timer(node.now)
+        calls = node.calls()
+    (call,) = calls
+    assert isinstance(call, GetCall)
+    return call
+
+
 def test_when_the_udp_way_fails_the_bulk_way_is_tried_and_its_digest_checked() -> None:
     for lie in (False, True):
         node = pool_of([2])[0]
         items = node.get(1, deadline_s=60)
-        calls: list[BulkCall] = []
-        while not calls:
-            node.frames()
-            when = node.core.get_timer(node.now)
-            assert when is not None
-            node.now = max(when, node.now)
-            node.core.handle_timer(node.now)
-            calls = node.calls()
-        (call,) = calls
-        assert isinstance(call, GetCall)
+        call = first_bulk_get(node)
         assert call.node == 2
         data = b"z" * 3000
         view = call.begin(len(data), digest_of(data))
@@ -417,16 +423,7 @@ def test_what_comes_the_bulk_way_and_finds_no_room_is_said_to_have_found_none(
     node = Node(1, slabs=1)
     node.take_map(pool_map([2, 3] if then else [2]))
     items = node.get(1, deadline_s=60)
-    calls: list[BulkCall] = []
-    while not calls:
-        node.frames()
-        when = node.core.get_timer(node.now)
-        assert when is not None
-        node.now = max(when, node.now)
-        node.core.handle_timer(node.now)
-        calls = node.calls()
-    (call,) = calls
-    assert isinstance(call, GetCall)
+    call = first_bulk_get(node)
     assert call.begin(size_bytes, 5) is None
     call.ended(node.now, bulk.NO_ROOM)
     if then:
@@ -445,14 +442,7 @@ def test_what_comes_the_bulk_way_and_finds_no_room_is_said_to_have_found_none(
 def test_a_bulk_answer_after_the_deadline_gives_its_room_back() -> None:
     node = pool_of([2])[0]
     items = node.get(1, deadline_s=30)
-    calls: list[BulkCall] = []
-    while not calls:
-        node.frames()
-        node.now = max(node.core.get_timer(node.now) or 0.0, node.now)
-        node.core.handle_timer(node.now)
-        calls = node.calls()
-    (call,) = calls
-    assert isinstance(call, GetCall)
+    call = first_bulk_get(node)
     view = call.begin(1000, 5)
     assert view is not None
     node.now += 60
