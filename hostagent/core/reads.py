@@ -701,8 +701,10 @@ class Reads:
                 self._fetched(now, event)
             elif isinstance(event, Missed):
                 fetch = self._over(event.block)
+                late = self._take_late(fetch) if event.reason is MissReason.NOT_FOUND else []
                 self._end_without(fetch, event.reason)
                 self._read_followers(now, fetch)
+                self._fetch_anew(now, event.block, late)
             elif isinstance(event, TryBulk):
                 # What waits for this probe would only find out the same.
                 self._bulk_followers(now, self._fetches[event.block], event.home)
@@ -774,6 +776,23 @@ class Reads:
         if any(unasked is fetch for unasked in self._overheard):
             # Its own READ was overheard, too: two members must not keep each other asking for ever.
             self._not_overheard[fetch.block] = self._now + self._options.overheard_s
+
+    def _take_late(self, fetch: _Fetch) -> list[tuple[GetBatch, int]]:
+        """Those of a fetch's waiters that came after it had begun. Its homes may have been asked
+        before a put that theirs came after."""
+        early: list[tuple[GetBatch, int]] = []
+        late: list[tuple[GetBatch, int]] = []
+        for waiter in fetch.waiters:
+            (late if waiter[0].started_at > fetch.started_at else early).append(waiter)
+        fetch.waiters = early
+        return late
+
+    def _fetch_anew(self, now: float, block: BlockId, waiters: list[tuple[GetBatch, int]]) -> None:
+        """Ask the homes once more, for those that had joined a fetch that found nothing."""
+        waiting = [waiter for waiter in waiters if waiter[0].items[waiter[1]] is None]
+        if waiting:
+            deadline = max(batch.deadline for batch, _ in waiting)
+            self._join(now, block, deadline, None, 0, False).waiters += waiting
 
     # --- what a probe has shown ---------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from kvcast.protocol.messages.wire import (
     BUCKETS,
     FLAG_SHARED,
     OP_DATA,
+    OP_MISS,
     OP_OFFER,
     OP_READ,
     SEGMENT_BYTES,
@@ -86,7 +87,9 @@ class Node:
         self.memory[copy.offset : copy.offset + len(data)] = data
         self.core.store.commit(copy, digest or digest_of(data), home=True)
 
-    def get(self, numbers: list[int], deadline_s: float = 5.0, **rest: int) -> list[GetItem]:
+    def get(
+        self, numbers: list[int], deadline_s: float = 5.0, now: float = 0.0, **rest: int
+    ) -> list[GetItem]:
         """Start a get; the list fills when it ends."""
         items: list[GetItem] = []
 
@@ -94,7 +97,7 @@ class Node:
             items.extend(item for item in batch.items if item is not None)
 
         keys = [key(number) for number in numbers]
-        self.core.reads.get(0.0, 1, keys, deadline_s, answered, **rest)
+        self.core.reads.get(now, 1, keys, deadline_s, answered, **rest)
         return items
 
     def bytes_of(self, item: GetItem) -> bytes:
@@ -469,6 +472,26 @@ def test_a_follower_can_be_joined_kept_and_waited_for_longer() -> None:
     pool.settle()
     assert [item.status for item in (*first, *second)] == [local.OK] * 3
     assert kept == [True]
+
+
+def test_a_get_that_joins_a_fetch_finds_what_was_put_behind_that_ones_back() -> None:
+    pool = Pool()
+    joined: list[list[GetItem]] = []
+
+    def change(frame: Frame) -> Frame:
+        if frame.op == OP_MISS and not joined:
+            pool.home.hold(1, noise(1, BIG))
+            joined.extend(pool.reader.get([1, 2], deadline_s, now=0.1) for deadline_s in (3.0, 4.0))
+        return frame
+
+    pool.change = change
+    first = pool.reader.get([1, 2])
+    pool.pass_time(1.0)
+    assert [(item.status, item.reason) for item in first] == [(local.MISS, "not_found")] * 2
+    for later in joined:
+        assert [item.status for item in later] == [local.OK, local.MISS]
+        assert pool.reader.bytes_of(later[0]) == noise(1, BIG)
+    assert sum(read[0] == key(2) for read in pool.reads) == 2, "once for all that had joined"
 
 
 def test_beyond_the_bound_of_fetches_a_block_does_not_follow() -> None:
