@@ -296,7 +296,7 @@ def group_egress(pool: Pool, label: str, late_s: Sequence[float]) -> tuple[float
     try:
         links[0].use(name)
         saved = threading.Event()
-        saving = links[0].save(Save(1, "r", 0, hashes, ids, 60.0), source, 0, saved.set)
+        saving = links[0].save(Save(1, "r", 0, hashes, ids, 60.0), source, 0, lambda _: saved.set())
         saving.computed([0], lambda: None)
         if not saved.wait(70):
             raise CommandError("the group's prefix did not reach the pool")

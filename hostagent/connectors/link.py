@@ -279,14 +279,22 @@ class Link(AgentLink):
 
     # --- loads ----------------------------------------------------------------------------------
 
-    def load(self, load: Load, table: LoadTable, memory: EngineMemory) -> OpenLoad:
-        """Bring blocks into the engine's memory; the report is in `table`."""
+    def load(
+        self,
+        load: Load,
+        table: LoadTable,
+        memory: EngineMemory,
+        ready: Callable[[], None] = lambda: None,
+    ) -> OpenLoad:
+        """Bring blocks into the engine's memory; the report is in `table`. `ready` is called before
+        the first copy, and has the copies wait for what the engine had begun to do there."""
         opened = table.begin(load, len(memory.part_bytes), time.monotonic())
 
         async def bring() -> None:
             reason = "unavailable"
             try:
                 async with asyncio.timeout_at(opened.deadline):
+                    ready()
                     with self._remembered():
                         await self._bring(opened, memory, table.meter)
                 reason = ""
@@ -472,11 +480,11 @@ class Link(AgentLink):
     # --- saves ----------------------------------------------------------------------------------
 
     def save(
-        self, save: Save, memory: EngineMemory, probe: int, copied: Callable[[], None]
+        self, save: Save, memory: EngineMemory, probe: int, ended: Callable[[int], None]
     ) -> OpenSave:
         """Put blocks of the engine into the pool, each part once its layers are said to be computed
-        (`OpenSave.computed`). `probe`: as in `look_up`. `copied` is called once the engine's memory
-        is not needed any more, whatever came of it."""
+        (`OpenSave.computed`). `probe`: as in `look_up`. `ended` is called once the engine's memory
+        is not needed any more, with how many blocks, from the first, the pool has taken."""
         due = time.monotonic() + save.left_s
         opened = OpenSave(len(memory.part_bytes), self._soon)
 
@@ -497,15 +505,17 @@ class Link(AgentLink):
             except UnreachableError:
                 failed = "unavailable"
             finally:
-                memory.settle()
-                copied()
+                try:
+                    memory.settle()
+                finally:
+                    ended(opened.saved)
             self._counters.add("save_blocks", opened.saved)
             self._counters.add("save_bytes", opened.saved * sum(memory.part_bytes))
             if failed:
                 self._counters.add("save_failures", len(save.hashes) - opened.saved, reason=failed)
 
         if not self._do(put):
-            copied()
+            ended(0)
         return opened
 
     async def _put_computed(

@@ -48,13 +48,15 @@ class Transfer:
         self._done = done
         self._outcomes: list[str | None] = [None] * count
         self._lock = threading.Lock()
-        self._reported = threading.Event()
+        self._reported = False
+        self._told = threading.Event()
+        """Set once `done` has returned: who has waited finds what `done` has left behind."""
 
     def copy(self, do: Callable[[], None]) -> bool:
         """Do `do`, which reads or writes the engine's memory, unless the transfer was reported;
         whether it was done."""
         with self._lock:
-            if self._reported.is_set():
+            if self._reported:
                 return False
             do()
             return True
@@ -62,7 +64,7 @@ class Transfer:
     def settle(self, index: int, outcome: str) -> None:
         """What has become of a block: `CAME`, or why not. The first word holds."""
         with self._lock:
-            if not self._reported.is_set() and self._outcomes[index] is None:
+            if not self._reported and self._outcomes[index] is None:
                 self._outcomes[index] = outcome
 
     def is_settled(self, index: int) -> bool:
@@ -72,24 +74,28 @@ class Transfer:
         """Report the transfer, unless it was. `reason`: what has become of the blocks of which
         nothing is known."""
         with self._lock:
-            if self._reported.is_set():
+            if self._reported:
                 return
             self._outcomes = [reason if one is None else one for one in self._outcomes]
-            self._reported.set()
-        self._done(self)
+            self._reported = True
+        try:
+            self._done(self)
+        finally:
+            self._told.set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the report, no longer than that; whether it is there."""
-        return self._reported.wait(timeout_s)
+        """Wait until the report was made and `done` has returned, no longer than that; whether
+        that is so."""
+        return self._told.wait(timeout_s)
 
     @property
     def reported(self) -> bool:
-        return self._reported.is_set()
+        return self._reported
 
     @property
     def outcomes(self) -> Sequence[str]:
         """Of each block; only to be asked for once it was reported."""
-        assert self._reported.is_set()
+        assert self._reported
         return [CAME if one is None else one for one in self._outcomes]
 
     @property

@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,20 +97,22 @@ class KvcastMetadata(KVConnectorMetadata):  # type: ignore[misc]
 @dataclass
 class KvcastWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """From the workers to the scheduler: loads that have ended (request, number, blocks that came,
-    why not more), and how many workers are done with which save. `progress`: of requests with loads
+    why not more), and how many workers are done with which save, and how many of its blocks, from
+    the first, the pool has taken from each of them at least. `progress`: of requests with loads
     under way, the load's number and how many blocks all workers have. `pace`: what they have seen
     of their loads."""
 
     loads: list[tuple[str, int, int, str]] = field(default_factory=list)
-    saves: dict[int, int] = field(default_factory=dict)
+    saves: dict[int, tuple[int, int]] = field(default_factory=dict)
     progress: dict[str, tuple[int, int]] = field(default_factory=dict)
     pace: Pace | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KvcastWorkerMetadata:
         assert isinstance(other, KvcastWorkerMetadata)
         saves = dict(self.saves)
-        for number, reports in other.saves.items():
-            saves[number] = saves.get(number, 0) + reports
+        for number, (reports, taken) in other.saves.items():
+            before, least = saves.get(number, (0, taken))
+            saves[number] = before + reports, min(least, taken)
         progress = dict(self.progress)
         for name, load in other.progress.items():
             progress[name] = min(progress.get(name, load), load)
@@ -262,6 +264,8 @@ class KvcastConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, KvcastMetadata)
         self._metadata = connector_metadata
+        if self._worker is not None:
+            self._worker.step_begins(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None and self._metadata is not None:
@@ -449,7 +453,7 @@ class _SchedulerHalf:
         self._idling = Idling()
         self._events_on = bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", 0))
         self._stored: dict[int, tuple[Any, Save]] = {}
-        """Saves under way that are to be told as KV events."""
+        """Saves under way that are to be told as KV events, as far as the pool has taken them."""
         self._events: list[Any] = []
         self._agreed = False
         self._by_layers_last = 0
@@ -699,9 +703,15 @@ class _SchedulerHalf:
             if request is not None and reason and number == self._by_layers_last:
                 self._hide(request)
             self.planner.loaded(now, name, number, came, hashes, reason)
-        for number, reports in news.saves.items():
+        for number, (reports, taken) in news.saves.items():
             stored = self._stored.get(number)
-            if self.planner.saved(number, reports) and stored is not None:
+            if stored is not None:
+                request, save = stored
+                stored = self._stored[number] = (
+                    request,
+                    replace(save, hashes=save.hashes[:taken]),
+                )
+            if self.planner.saved(number, reports) and stored is not None and stored[1].hashes:
                 self._events.append(
                     _stored_event(*stored, self._block_tokens, self._options.event_medium)
                 )
@@ -782,12 +792,15 @@ class _WorkerHalf:
         """Of each part, the layers that it consists of."""
         self._by_layers: list[OpenLoad] = []
         """Loads that this step waits for."""
+        self._clear: Callable[[], None] = lambda: None
+        """Has copies of this step's loads wait for what was under way in the engine's memory."""
         self._saves_by_layers = options.save_by_layers and not _computed_in_pieces(vllm_config)
         self._uncomputed: list[set[str]] = []
         self._saving: list[OpenSave] | None = None
         """Saves of this step, once its first layers are computed, and which layers are not."""
         self._news = KvcastWorkerMetadata()
-        self._copied: deque[int] = deque()
+        self._saved: deque[tuple[int, int]] = deque()
+        """Saves that have ended, and how many of their blocks the pool has taken."""
         self._readers: tuple[str, ...] = ()
         self._node_id = ""
         self._namespace: NamespaceName | None = None
@@ -850,6 +863,14 @@ class _WorkerHalf:
         ]
         return (always or list(parts))[-1]
 
+    def step_begins(self, metadata: KvcastMetadata) -> None:
+        """Nothing of this step is computed yet. What earlier steps still do, and vLLM's zeroing of
+        new blocks, goes before what this step loads."""
+        memory = self._memory
+        if memory is not None and metadata.loads:
+            mark = memory.mark()
+            self._clear = lambda: memory.wait_for(mark)
+
     def load(self, metadata: KvcastMetadata) -> None:
         if self._memory is None:
             return
@@ -859,7 +880,7 @@ class _WorkerHalf:
             self._readers = readers
             self.link.use(self._namespace, readers)
         for load in metadata.loads:
-            opened = self.link.load(load, self._table, self._memory)
+            opened = self.link.load(load, self._table, self._memory, self._clear)
             if load.by_layers:
                 self._by_layers.append(opened)
         metadata.loads = []
@@ -905,12 +926,14 @@ class _WorkerHalf:
                 if self._rank.saves:
                     self._saving.append(self._begin_save(save, self._memory))
                 else:
-                    self._copied.append(save.number)
+                    self._saved.append((save.number, len(save.hashes)))
         return bool(self._saving)
 
     def _begin_save(self, save: Save, memory: TorchMemory) -> OpenSave:
         probe = self.handshake.probe if self.handshake is not None else 0
-        return self.link.save(save, memory, probe, lambda: self._copied.append(save.number))
+        return self.link.save(
+            save, memory, probe, lambda taken: self._saved.append((save.number, taken))
+        )
 
     def _computed(self, parts: Iterable[int]) -> None:
         memory = self._memory
@@ -923,7 +946,7 @@ class _WorkerHalf:
         """What has ended since the last step."""
         if idle_s and self._table.waiting:
             self._table.wait(idle_s)
-        elif idle_s and not self._copied:
+        elif idle_s and not self._saved:
             time.sleep(LEAST_S / 2)
         hybrid = len(self._kv_cache_config.kv_cache_groups) > 1
         for opened in self._by_layers:  # the step that waited for them is over
@@ -944,8 +967,9 @@ class _WorkerHalf:
                     results.failed_recving.add(load.request)
                 else:
                     self._bad |= ended.bad_block_ids
-        while self._copied:
-            self._news.saves[self._copied.popleft()] = 1
+        while self._saved:
+            number, taken = self._saved.popleft()
+            self._news.saves[number] = 1, taken
 
     def take_bad_block_ids(self) -> set[int]:
         bad, self._bad = self._bad, set()

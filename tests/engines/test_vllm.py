@@ -405,7 +405,9 @@ async def test_the_server_needs_one_flag_and_shows_what_it_does(
     async with pool_of(tmp_path, nodes=2) as pool:
         for node in ("node-1", "node-2"):
             async with Server.running(
-                tmp_path / f"{node}.log", llama, transfer(pool.sockets[node])
+                tmp_path / f"{node}.log",
+                llama,
+                transfer(pool.sockets[node], lookup_s=2.0, save_s=8.0),
             ) as server:
                 for prompt, one in zip(prompts, expected, strict=True):
                     assert await server.complete(prompt, 8) == one["tokens"], node
@@ -415,6 +417,14 @@ async def test_the_server_needs_one_flag_and_shows_what_it_does(
                 if node == "node-1":
                     await server.shows("kvcast_save_blocks_total", blocks)
                     assert await server.stored_events(blocks)
+                    # What does not reach the pool is not told: others would look for it there.
+                    pool.pause(node)
+                    await server.complete(families["home"][0], 8)
+                    await server.shows("kvcast_save_failures_total", len(families["home"][0]) // 32)
+                    pool.resume(node)
+                    new = families["switch"][0][:640]
+                    await server.complete(new, 8)
+                    assert await server.stored_events(blocks + len(new) // 32)
                 else:
                     await server.shows("kvcast_load_blocks_total", blocks)
                     await server.shows("kvcast_load_seconds_count", len(prompts))

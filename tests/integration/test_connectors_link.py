@@ -115,14 +115,19 @@ class Node:
             self.link.look_up(lookup, len(PARTS), part, answered)
             assert heard.wait(20)
 
-    def save(
-        self, chain: tuple[bytes, ...], memory: Memory, ids: Any, left_s: float = 20.0
-    ) -> None:
-        copied = threading.Event()
-        save = Save(1, "r", 0, chain, ids, left_s)
-        saving = self.link.save(save, memory, PROBE, copied.set)
+    def save(self, chain: tuple[bytes, ...], memory: Memory, ids: Any, left_s: float = 20.0) -> int:
+        """How many blocks, from the first, the pool is said to have taken."""
+        ended = threading.Event()
+        taken: list[int] = []
+
+        def end(blocks: int) -> None:
+            taken.append(blocks)
+            ended.set()
+
+        saving = self.link.save(Save(1, "r", 0, chain, ids, left_s), memory, PROBE, end)
         saving.computed(range(len(PARTS)), lambda: None)
-        assert copied.wait(left_s + 10)
+        assert ended.wait(left_s + 10)
+        return taken[0]
 
     def load(
         self, chain: tuple[bytes, ...], memory: Memory, ids: Any, left_s: float = 20.0
@@ -169,7 +174,7 @@ async def test_what_one_saves_another_loads_elsewhere_in_its_memory(
             one, other = nodes(pool.sockets["node-1"]), nodes(pool.sockets["node-2"])
             chain, mine, theirs = hashes("a", 4), Memory(1), Memory(None)
             assert one.held(chain) == 0
-            one.save(chain, mine, IDS)
+            assert one.save(chain, mine, IDS) == 4
             assert other.held((*chain, *hashes("b", 3))) == 4
             elsewhere = ((30, 31, 32, 33), (20, 21, 22, 23))
             ended = other.load(chain, theirs, elsewhere)
@@ -198,7 +203,9 @@ async def test_parts_reach_the_pool_as_their_layers_are_computed_and_the_probe_l
             one, other = nodes(pool.sockets["node-1"]), nodes(pool.sockets["node-2"])
             chain, mine = hashes("a", 4), Memory(1)
             copied = threading.Event()
-            saving = one.link.save(Save(1, "r", 0, chain, IDS, 60.0), mine, PROBE, copied.set)
+            saving = one.link.save(
+                Save(1, "r", 0, chain, IDS, 60.0), mine, PROBE, lambda _: copied.set()
+            )
             parts: list[int] = []
             for part, label in ((1, "the probe"), (0, "first"), (2, "last")):
                 assert not copied.is_set(), label
@@ -217,9 +224,9 @@ async def test_parts_reach_the_pool_as_their_layers_are_computed_and_the_probe_l
             # A save that is never computed as a whole ends with its time, and is not found.
             chain = hashes("b", 4)
             copied.clear()
-            one.link.save(Save(2, "r", 0, chain, IDS, 0.5), mine, PROBE, copied.set).computed(
-                [0, PROBE], lambda: None
-            )
+            one.link.save(
+                Save(2, "r", 0, chain, IDS, 0.5), mine, PROBE, lambda _: copied.set()
+            ).computed([0, PROBE], lambda: None)
             assert copied.wait(60)
             assert other.held(chain) == 0
             assert one.counters.take()["save_failures|reason=deadline"] == 4
@@ -237,7 +244,9 @@ async def test_parts_are_fetched_while_another_engine_computes_the_rest(
             other.link.use(NAME, prefetch=True)
             chain, mine = hashes("a", 4), Memory(1)
             copied = threading.Event()
-            saving = one.link.save(Save(1, "r", 0, chain, IDS, 60.0), mine, PROBE, copied.set)
+            saving = one.link.save(
+                Save(1, "r", 0, chain, IDS, 60.0), mine, PROBE, lambda _: copied.set()
+            )
             saving.computed([0], lambda: None)
             other.wait_for_part(chain, 0)
             assert other.held(chain, awaited=True) == 0
@@ -324,6 +333,52 @@ async def test_what_is_fetched_ahead_comes_in_the_order_in_which_it_is_loaded(
         assert fetched == (by_layer if by_layers else by_block)
 
 
+class Broken(Memory):
+    """Of which copies fail."""
+
+    def settle(self) -> None:
+        raise RuntimeError("the device is lost")
+
+
+async def test_a_save_that_breaks_off_lets_go_of_the_engines_memory(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 1) as (pool, _):
+
+        def play() -> None:
+            node = nodes(pool.sockets["node-1"])
+            assert node.save(hashes("a", 4), Broken(1), IDS) == 0
+            assert node.held(hashes("a", 4)) == 0
+            node.link.close()
+            assert node.save(hashes("b", 4), Memory(1), IDS) == 0
+
+        await asyncio.to_thread(play)
+
+
+async def test_what_the_engine_had_begun_goes_before_what_is_loaded(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 1) as (pool, _):
+
+        def play() -> None:
+            node = nodes(pool.sockets["node-1"])
+            chain, theirs = hashes("a", 4), Memory(None)
+            node.save(chain, Memory(1), IDS)
+            written: list[bool] = []
+
+            def ready() -> None:
+                written.append(any(map(any, theirs.parts)))
+
+            load = Load("r", 1, 0, chain, IDS, 60.0)
+            node.link.load(load, node.table, theirs, ready)
+            while not node.table.take(time.monotonic()):
+                node.table.wait(1.0)
+            assert written == [False]
+            assert of(theirs) == of(Memory(1))
+
+        await asyncio.to_thread(play)
+
+
 async def test_a_prefix_comes_up_to_its_first_gap(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:
@@ -374,7 +429,7 @@ async def test_without_an_agent_everything_ends_and_its_return_is_noticed(
             ended = node.load(chain, Memory(None), IDS, 1.0)
             assert ended.came == 0
             assert ended.reason in ("unavailable", "deadline")
-            node.save(chain, memory, IDS, 1.0)
+            assert node.save(chain, memory, IDS, 1.0) == 0
             counts = node.counters.take()
             assert sum(n for name, n in counts.items() if name.startswith("save_failures")) == 4
 

@@ -80,6 +80,29 @@ def test_who_waits_for_a_report_waits_no_longer_than_it_says() -> None:
     assert transfer.wait(0.0)
 
 
+def test_who_has_waited_for_a_report_finds_what_it_left_behind() -> None:
+    """An engine that lets jobs end asks at once for their results, and takes one that is not there
+    for a fault of its own."""
+    began, go_on = threading.Event(), threading.Event()
+    results: list[Transfer] = []
+
+    def done(transfer: Transfer) -> None:
+        began.set()
+        go_on.wait(10)
+        results.append(transfer)
+
+    transfer = Transfer(1, 10, 1.0, done)
+    ender = threading.Thread(target=transfer.end, args=(BUSY,))
+    ender.start()
+    assert began.wait(10)
+    assert transfer.reported
+    assert not transfer.wait(0.0)
+    go_on.set()
+    assert transfer.wait(10)
+    assert results == [transfer]
+    ender.join(10)
+
+
 def test_an_allowance_bounds_count_and_bytes_and_lets_one_of_any_size_go_alone() -> None:
     allowance = Allowance(2, 100)
     assert allowance.take(500)
