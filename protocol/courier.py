@@ -1065,7 +1065,10 @@ def _answered(courier: Courier, number: U64, at: U64, length: U64, now_ns: U64) 
     the short way, and what comes here is of another."""
     asked = courier.asked[number]
     op = bytes_at(at)[_OP_AT]
-    if op == OP_MISS and u32_at(at + _TAG_AT)[0] == _swap32(asked.tag):
+    if op == OP_MISS and (
+        u32_at(at + _TAG_AT)[0] == _swap32(asked.tag)
+        or swap16(u16_at(at + _FLAGS_AT)[0]) & FLAG_SHARED != 0  # under the tag of who asked first
+    ):
         give_up(courier, number, MISSED)
     if op == OP_OFFER and asked.state != _ON_CONVEYOR:
         asked.offered = 1

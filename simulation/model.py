@@ -627,17 +627,23 @@ class Model:
         if seen.op == _READ:
             self._follow_read(port, frame, seen, sent)
         elif sent:
+            if (
+                seen.flags & _WRITE
+            ):  # who waits is found by the place, be the rest of the tag damaged
+                where = self._read_by_write.get(seen.place, where)
             self._note_use(where)
-            self._check_shared(port, seen, sent)
+            self._check_shared(port, seen, where, sent)
             if seen.op in (_MISS, _WRITTEN) or seen.flags & _LAST:
                 self._windows.pop(where, None)
             elif where in self._windows:
                 self._windows[where].used_at = self._world.now
 
-    def _check_shared(self, port: int, seen: Seen, sent: list[tuple[int, bytes]]) -> None:
+    def _check_shared(
+        self, port: int, seen: Seen, where: Segment, sent: list[tuple[int, bytes]]
+    ) -> None:
         """Whoever was held back for an answer gets it, under its own address."""
-        window = self._windows.get(seen.where)
-        if window is None or not self._true_home(port, seen) or self._crowded_out(seen.where):
+        window = self._windows.get(where)
+        if window is None or not self._true_home(port, seen) or self._crowded_out(where):
             return
         ip_of_port = self._rules.ip_of_port
         to = {n for n, out in sent if int.from_bytes(out[30:34], "big") == ip_of_port[n]}

@@ -404,12 +404,19 @@ class Stand:
         for at in range(0, len(said), size):
             self.brought(said[at : at + size])
 
-    def miss(self, block: int) -> None:
-        """The home says that it has no such block, to the last READ."""
+    def miss(self, block: int, *, flags: int = 0, another: int = 0) -> None:
+        """The home says that it has no such block, to the last READ; or to one of `another` tag."""
         frame = decode(self.reads[-1]) if self.reads else None
-        tag = frame.tag if frame is not None else 0
+        tag = (frame.tag if frame is not None else 0) ^ another
         self.receive(
-            encode(Frame(OP_MISS, NAMESPACE, key_of(block), chunk=MISS_NOT_FOUND, tag=tag))
+            encode(
+                Frame(
+                    *(OP_MISS, NAMESPACE, key_of(block)),
+                    flags=flags,
+                    chunk=MISS_NOT_FOUND,
+                    tag=tag,
+                )
+            )
         )
 
     def pass_time(self, seconds: float) -> None:

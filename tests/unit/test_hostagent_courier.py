@@ -330,6 +330,14 @@ def test_a_miss_is_handed_over(stand: Stand) -> None:
     _handed_over(stand, "missed")
 
 
+def test_a_miss_that_a_switch_gives_to_all_who_wait_has_the_tag_of_the_first(stand: Stand) -> None:
+    stand.ask(0, 2)
+    stand.miss(2, another=1)
+    assert not reasons(stand), "the answer to an older READ"
+    stand.miss(2, another=1, flags=FLAG_SHARED)
+    _handed_over(stand, "missed")
+
+
 def test_bytes_that_are_not_the_digests_are_handed_over(stand: Stand) -> None:
     stand.ask(0, 2)
     for chunk in range(LAST + 1):
