@@ -627,9 +627,8 @@ class Model:
         if seen.op == _READ:
             self._follow_read(port, frame, seen, sent)
         elif sent:
-            if (
-                seen.flags & _WRITE
-            ):  # who waits is found by the place, be the rest of the tag damaged
+            if seen.flags & _WRITE:
+                # Who waits is found by the place alone: the rest of the tag may be damaged.
                 where = self._read_by_write.get(seen.place, where)
             self._note_use(where)
             self._check_shared(port, seen, where, sent)
