@@ -690,6 +690,8 @@ class Cluster:
 
     def _check_at_rest(self) -> None:
         """Nothing is held that nobody holds."""
+        while self._busy():  # a reader group may have been found only now, and read
+            self._step_to(self.world.now + 0.1)
         for client in self._clients.values():
             client.close()
         self._step_to(self.world.now + 4.0)
