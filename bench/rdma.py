@@ -115,7 +115,7 @@ async def _side(index: int, ips: Sequence[str]) -> None:
     lines = asyncio.Queue[str]()
     loop = asyncio.get_running_loop()
     loop.add_reader(sys.stdin, lambda: lines.put_nowait(sys.stdin.readline()))
-    calls = RdmaCalls(core, options, cards, lambda: None)
+    reads = Reads(core, options, cards)
     server = RdmaServer(core, options, BulkOptions(), cards)
     try:
         _say({"port": await server.start("127.0.0.1")})
@@ -138,9 +138,9 @@ async def _side(index: int, ips: Sequence[str]) -> None:
             if index == READER:
                 seconds, checked = json.loads(line)
                 with contextlib.nullcontext() if checked else _without_digests():
-                    _say(await _read(core, calls, seconds))
+                    _say(await reads.read(seconds))
     finally:
-        await calls.close()
+        await reads.calls.close()
         await server.close()
         cards.close()
 
@@ -157,64 +157,80 @@ def _without_digests() -> Iterator[None]:
         yield
 
 
-async def _read(core: AgentCore, calls: RdmaCalls, seconds: float) -> dict[str, Any]:
-    """Every block again and again for so long, all the time `BLOCKS` of them at once, and then each
-    of them once more."""
-    loop = asyncio.get_running_loop()
-    rooms = [core.memory[n * BLOCK_BYTES : (n + 1) * BLOCK_BYTES] for n in range(BLOCKS)]
-    read = not_read = under_way = 0
-    idle = asyncio.Event()
-    until = 0.0
+class Reads:
+    """The reader's calls, by its RDMA link. What the link leaves to TCP nobody makes here, so that
+    ends the reading."""
 
-    def ask(number: int) -> None:
-        nonlocal under_way
-        room = rooms[number]
+    def __init__(self, core: AgentCore, options: RdmaOptions, cards: Cards) -> None:
+        self._core = core
+        self._rooms = [core.memory[n * BLOCK_BYTES : (n + 1) * BLOCK_BYTES] for n in range(BLOCKS)]
+        self._idle = asyncio.Event()
+        self._gave_up = False
+        self._until = 0.0
+        self._read = self._not_read = self._under_way = 0
+        self.calls = RdmaCalls(core, options, cards, self._look)
+
+    async def read(self, seconds: float) -> dict[str, Any]:
+        """Every block again and again for so long, all the time `BLOCKS` of them at once, and then
+        each of them once more; RuntimeError where the link gives up."""
+        await self._read_all()  # the pair is made
+        self._read = 0
+        start = time.perf_counter()
+        self._until = start + seconds
+        await self._read_all()
+        elapsed_s = time.perf_counter() - start
+        size_bytes = self._read * BLOCK_BYTES
+        self._until = 0.0
+        await self._read_all()
+        wrong_bytes = sum(
+            sum(a != b for a, b in zip(room, _block(number), strict=True))
+            for number, room in enumerate(self._rooms)
+            if room != _block(number)
+        )
+        return {
+            "bytes_per_s": size_bytes / elapsed_s,
+            "wrong_bytes": wrong_bytes,
+            "not_read": self._not_read,
+        }
+
+    async def _read_all(self) -> None:
+        self._idle.clear()
+        for number in range(BLOCKS):
+            self._ask(number)
+        self._take()
+        await self._idle.wait()
+        if self._gave_up:
+            raise RuntimeError("the RDMA link gave up, and there is no TCP here")
+
+    def _ask(self, number: int) -> None:
+        room = self._rooms[number]
         room[-1] = room[-1] ^ 0xFF  # so that what is there already is not what was read
 
         def ended(now: float, outcome: str) -> None:
-            nonlocal read, not_read, under_way
-            under_way -= 1
-            read += outcome == bulk.DONE
-            not_read += outcome != bulk.DONE
-            if outcome == bulk.DONE and time.perf_counter() < until:
-                ask(number)
-                calls.take()
-            elif not under_way:
-                idle.set()
+            self._under_way -= 1
+            self._read += outcome == bulk.DONE
+            self._not_read += outcome != bulk.DONE
+            if outcome == bulk.DONE and time.perf_counter() < self._until:
+                self._ask(number)
+                self._take()
+            elif not self._under_way:
+                self._idle.set()
 
-        under_way += 1
+        self._under_way += 1
         block = BlockId(NAMESPACE, _key(number))
-        deadline = loop.time() + PATIENCE_S
-        core.outbox.calls.append(GetCall(HOME, block, 0, deadline, lambda *_: room, ended))
+        deadline = asyncio.get_running_loop().time() + PATIENCE_S
+        call = GetCall(HOME, block, 0, deadline, lambda *_: room, ended)
+        self._core.outbox.calls.append(call)
 
-    async def read_all() -> None:
-        idle.clear()
-        for number in range(BLOCKS):
-            ask(number)
-        calls.take()
-        if core.outbox.calls:  # RDMA failed a moment ago, and there is no TCP here
-            raise RuntimeError("the RDMA link gave up")
-        await idle.wait()
+    def _take(self) -> None:
+        self.calls.take()
+        self._look()
 
-    await read_all()  # the pair is made
-    read = 0
-    start = time.perf_counter()
-    until = start + seconds
-    await read_all()
-    elapsed_s = time.perf_counter() - start
-    size_bytes = read * BLOCK_BYTES
-    until = 0.0
-    await read_all()
-    wrong_bytes = sum(
-        sum(a != b for a, b in zip(room, _block(number), strict=True))
-        for number, room in enumerate(rooms)
-        if room != _block(number)
-    )
-    return {
-        "bytes_per_s": size_bytes / elapsed_s,
-        "wrong_bytes": wrong_bytes,
-        "not_read": not_read,
-    }
+    def _look(self) -> None:
+        """The link has chosen which calls it makes, or given some back."""
+        if self._core.outbox.calls:
+            self._gave_up = True
+            self._idle.set()
 
 
 # --- the peer ---------------------------------------------------------------------------------

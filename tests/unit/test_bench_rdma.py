@@ -3,11 +3,22 @@ measured needs emulated machines."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvcast.bench import rdma, rdma_picture, rdma_shared
+from kvcast.hostagent.core.agent import AgentCore, AgentOptions
+from kvcast.hostagent.core.store import Store
+from kvcast.hostagent.network.cards import Cards
+from kvcast.hostagent.tiers.arena import Allocator
+from kvcast.protocol.links.bulk import GetCall
+from kvcast.protocol.links.rdma import RdmaOptions
+from kvcast.protocol.messages import bulk
 
 
 def made_up(egress: float, cpu: float) -> dict[str, float]:
@@ -54,3 +65,47 @@ def test_the_picture_shows_the_rounds_that_there_are(tmp_path: Path) -> None:
     rounds = {name: made_up(1.0, 1e-8) for name in ("1 by RDMA", "2 by RDMA", "1 by plain TCP")}
     rdma_picture.draw({"shared_rounds": rounds}, path)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+class Calls:
+    """Makes some calls and gives up: then it leaves what it is given, or gives back what is under
+    way and says so (`says`), as `RdmaCalls` does."""
+
+    says = False
+    enough = rdma.BLOCKS + 2
+
+    def __init__(self, core: AgentCore, _options: Any, _cards: Any, told: Callable[[], None]):
+        self._calls, self._told = core.outbox.calls, told
+        self.made = 0
+
+    def take(self) -> None:
+        if self.made < self.enough or self.says:
+            taken = [call for call in self._calls if isinstance(call, GetCall)]
+            self._calls.clear()
+            asyncio.get_running_loop().call_soon(self._end, taken)
+
+    def _end(self, taken: list[GetCall]) -> None:
+        for call in taken:
+            if self.made < self.enough:
+                self.made += 1
+                call.ended(0.0, bulk.DONE)
+            else:
+                self._calls.append(call)
+        self._told()
+
+
+@pytest.mark.parametrize("says", [False, True])
+async def test_lone_reads_end_with_an_error_where_the_link_gives_up_later(
+    monkeypatch: pytest.MonkeyPatch, says: bool
+) -> None:
+    monkeypatch.setattr(Calls, "says", says)
+    monkeypatch.setattr(rdma, "RdmaCalls", Calls)
+    size_bytes = 2 * rdma.BLOCKS * rdma.BLOCK_BYTES
+    store = Store(Allocator(size_bytes, rdma.SLAB_BYTES))
+    memory = memoryview(bytearray(size_bytes))
+    core = AgentCore(AgentOptions("node-1"), store, memory, random.Random(1))
+    reads = rdma.Reads(core, RdmaOptions(), Cards([]))
+    async with asyncio.timeout(10.0):
+        with pytest.raises(RuntimeError, match="gave up"):
+            await reads.read(1.0)
+    assert reads.calls.made == Calls.enough  # in the middle of the round that counts
