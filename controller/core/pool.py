@@ -377,6 +377,9 @@ class Pool:
             ],
             now,
         )
+        for namespace, key, digest in message.wrong:
+            if self._may_use(namespace, node.node_id):
+                self.tiers.found_wrong(BlockId(namespace, key), digest, now)
         self.counts["reports_ignored"] += max(0, len(message.hot) - MAX_HOT)
         answered_for = self._heard_hot(node.node_id, message.hot[:MAX_HOT], now)
         sent_bytes = sum(v for name, v in counters.items() if name.startswith(SENT_COUNTERS))

@@ -28,6 +28,7 @@ from kvcast.controller.core.admission import (
 from kvcast.controller.core.ghosts import Ghosts
 from kvcast.controller.core.requests import OpenRequests, Outgoing
 from kvcast.controller.core.residency import Residency, Resident
+from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.protocol.messages.control import (
     BlockRef,
     Credit,
@@ -54,6 +55,11 @@ KEEP_ATTEMPTS = 3
 """Home, home again, next home; then the block is let go."""
 DECISIONS_KEPT = 256
 MAX_PINS = 1024
+WRONG_BAR_S = 2.0
+"""How long a block stays out of the switch that came wrong from there: longer than readers take to
+say so, and twice as long each time that it happens again, up to `WRONGEST_BAR_S`."""
+WRONGEST_BAR_S = 64.0
+MAX_BARRED = 1024
 
 Homes = Callable[[BlockId], Sequence[str]]
 """The node ids that own a block, home first, of those that are connected."""
@@ -133,6 +139,9 @@ class Tiers:
         self._refreshed_at = 0.0
         self._refresh_wanted = False
         self._last_refusal: dict[BlockId, str] = {}
+        self._barred = BoundedMap[BlockId, tuple[float, float]](MAX_BARRED)
+        """Blocks that came wrong from the switch: until when they stay out of it, and for how
+        long that was."""
 
     # --- what is heard ----------------------------------------------------------------------
 
@@ -207,6 +216,23 @@ class Tiers:
     def wrong_digests_seen(self) -> None:
         """The switch refused to fill a cell: some home may hold other bytes than was described."""
         self._refresh_wanted = True
+
+    def found_wrong(self, block: BlockId, digest: int, now: float) -> None:
+        """A reader got a block from the switch that has not the digest under which it is kept
+        there. Its home may send it wrong, or it was damaged on the way into the switch."""
+        resident = self.residency.residents.get(block)
+        if resident is None or resident.digest != digest:
+            return
+        self.counts["residents_wrong"] += 1
+        until, bar_s = self._barred.get(block, (now, 0.0))
+        if now - until > WRONGEST_BAR_S:
+            bar_s = 0.0  # that was long ago
+        bar_s = min(max(2 * bar_s, WRONG_BAR_S), WRONGEST_BAR_S)
+        self._barred[block] = now + bar_s, bar_s
+        self._evict(resident, f"a reader got it wrong from here: out for {bar_s:g} s", now)
+
+    def _is_barred(self, block: BlockId, now: float) -> bool:
+        return block in self._barred and now < self._barred[block][0]
 
     def described(self, message: Described, node_id: str, now: float) -> None:
         """A home's answer to Describe; what follows from it is decided with the next `advance`."""
@@ -294,6 +320,8 @@ class Tiers:
             return "its home has not described it yet"
         if description.size_bytes is None:
             return "its home does not hold it"
+        if block in self._barred:
+            return "a reader got it wrong from the switch"
         return self._last_refusal.get(block, "not decided yet")
 
     # --- time -------------------------------------------------------------------------------
@@ -325,7 +353,11 @@ class Tiers:
         wanted = sorted(block for block in self.pins if block not in residents)
         if self.mode is AdmitMode.AUTO:
             wanted += self.heat.best(DESCRIBE_BATCH, now, without={*residents, *self.pins})
-        allowed = [block for block in wanted if self._may_hold(block.namespace)]
+        allowed = [
+            block
+            for block in wanted
+            if self._may_hold(block.namespace) and not self._is_barred(block, now)
+        ]
         return allowed[: 4 * DESCRIBE_BATCH]
 
     def _ask(self, wanted: Sequence[BlockId], now: float) -> Outgoing:

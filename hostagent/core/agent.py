@@ -1038,6 +1038,7 @@ class AgentCore:
             blocks=len(self.store),
             epoch=self.pool.epoch if self.pool is not None else 0,
             reads=self._reads_by_namespace(),
+            wrong=self.reads.take_wrong_residents(),
         )
 
     def _reads_by_namespace(self) -> list[NamespaceReads]:

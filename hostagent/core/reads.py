@@ -43,6 +43,7 @@ from kvcast.hostagent.core.store import Copy, StaleReservationError, Store
 from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.protocol.links.bulk import GetCall
 from kvcast.protocol.messages import bulk, local
+from kvcast.protocol.messages.control import MAX_WRONG_RESIDENTS
 from kvcast.protocol.messages.wire import CELLS, BlockId, bucket_of
 from kvcast.protocol.requester import (
     BulkCopy,
@@ -53,6 +54,7 @@ from kvcast.protocol.requester import (
     ProbeEnded,
     Requester,
     TryBulk,
+    WrongResident,
 )
 from kvcast.protocol.timers import Timer, TimerQueue
 
@@ -211,6 +213,7 @@ class Reads:
         """Those that `overhear` has begun, and maybe some that have ended."""
         self._not_overheard = BoundedMap[BlockId, float](options.most_overheard)
         """Blocks that were taken unasked and did not come: until when they are left to others."""
+        self._wrong_residents = BoundedMap[BlockId, int](MAX_WRONG_RESIDENTS)
         self._timers = TimerQueue()
         self._now = 0.0
         """At the last event."""
@@ -238,6 +241,13 @@ class Reads:
         self.residents = blocks
         if self.courier is not None:
             self.courier.residents = blocks
+
+    def take_wrong_residents(self) -> list[tuple[int, bytes, int]]:
+        """The blocks (namespace, key, digest) that came wrong from the switch since this was called
+        last."""
+        wrong = [(*block, digest) for block, digest in self._wrong_residents.items()]
+        self._wrong_residents.clear()
+        return wrong
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -713,6 +723,8 @@ class Reads:
                 probe = self._fetches.get(event.block)
                 if probe is not None and probe.fetch_id == event.fetch_id:
                     self._read_followers(now, probe)
+            elif isinstance(event, WrongResident):
+                self._wrong_residents[event.block] = event.digest
             else:
                 assert isinstance(event, OfferReceived)
                 self._take_offer(now, event)

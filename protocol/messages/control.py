@@ -30,6 +30,8 @@ U64 = Annotated[int, Meta(ge=0)]
 Mtu = Annotated[int, Meta(ge=1280, le=65535)]
 MAX_RESIDENTS = 4096
 """Blocks in the switch, at most; it has fewer slots."""
+MAX_WRONG_RESIDENTS = 16
+"""Blocks that one report says came wrong from the switch, at most."""
 MAX_REPLICATED = 4096
 """Blocks that nodes answer for beside those of the bucket map, at most."""
 MAX_REPLICAS = 32
@@ -214,7 +216,8 @@ class Renew(Struct, frozen=True, tag="renew"):
 
     `counters` are totals since the incarnation began, by name (the agent's metric names);
     `hot` the most-read blocks that this home answered for, at most 256, since the last report;
-    `reads` by namespace, at most 256.
+    `reads` by namespace, at most 256; `wrong`: the blocks (namespace, key, digest) that came from
+    switch memory since the last report, and had not the digest under which they are kept there.
     """
 
     counters: dict[str, float]
@@ -223,6 +226,7 @@ class Renew(Struct, frozen=True, tag="renew"):
     blocks: U64
     epoch: U64
     reads: list[NamespaceReads] = []
+    wrong: Annotated[list[tuple[U16, Key, U64]], Meta(max_length=MAX_WRONG_RESIDENTS)] = []
 
 
 class Described(Struct, frozen=True, tag="described"):

@@ -15,6 +15,7 @@ from kvcast.protocol.requester.events import (
     RequesterCounters,
     Reservation,
     TryBulk,
+    WrongResident,
 )
 from kvcast.protocol.requester.requester import Requester
 from kvcast.protocol.requester.story import ImpossibleEventError, Story
@@ -37,4 +38,5 @@ __all__ = [
     "Reservation",
     "Story",
     "TryBulk",
+    "WrongResident",
 ]

@@ -257,6 +257,14 @@ class ProbeEnded(NamedTuple):
     block: BlockId
 
 
+class WrongResident(NamedTuple):
+    """A copy that came from switch memory, in part at least, has not the `digest` under which it is
+    kept there. The fetch goes on."""
+
+    block: BlockId
+    digest: int
+
+
 class BulkCopy(NamedTuple):
     """What came the bulk way: all bytes of the block, and their digest, which whoever received them
     has made."""
@@ -265,7 +273,7 @@ class BulkCopy(NamedTuple):
     digest: int
 
 
-Event: TypeAlias = Fetched | Missed | TryBulk | OfferReceived | ProbeEnded
+Event: TypeAlias = Fetched | Missed | TryBulk | OfferReceived | ProbeEnded | WrongResident
 
 
 @dataclass(slots=True)

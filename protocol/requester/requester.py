@@ -76,6 +76,7 @@ from kvcast.protocol.requester.events import (
     OfferReceived,
     RequesterConfig,
     RequesterCounters,
+    WrongResident,
 )
 from kvcast.protocol.requester.failover import Candidates, Standing
 from kvcast.protocol.requester.fetch import (
@@ -680,6 +681,8 @@ class Requester:
         fetch.report.payload_bytes += assembly.size
         self.counters.data_bytes += assembly.size
         if not assembly.verified():
+            if fetch.report.chunks_resident:
+                self._life.events.append(WrongResident(fetch.block, assembly.digest))
             self._life.start_anew(now, fetch)
             return
         report = fetch.report

@@ -331,6 +331,8 @@ def _secrets_for_all() -> AbstractContextManager[object]:
 
 FOREIGN_REPLICA = "is given blocks of a namespace that it is not for"
 LOUD = "has others hold its blocks"
+FILLS_WRONG = "as a home, fills the switch's memory"
+SLANDER = "has blocks of others evicted from the switch"
 SLOW = "keeps others from joining"
 
 
@@ -367,6 +369,22 @@ def _believed_of_all() -> AbstractContextManager[object]:
     return replaced(
         "kvcast.controller.core.pool.Pool._answers_for", staticmethod(lambda *_of: True)
     )
+
+
+@mutation(
+    "what readers say came wrong from the switch stays there",
+    {FILLS_WRONG: ["test_what_readers_get_wrong_from_the_switch_leaves_it_for_longer_each_time"]},
+)
+def _wrong_residents_stay() -> AbstractContextManager[object]:
+    return replaced("kvcast.controller.core.tiers.Tiers.found_wrong", lambda *_: None)
+
+
+@mutation(
+    "anybody's word counts on what came wrong from the switch",
+    {SLANDER: ["test_who_may_not_read_a_block_cannot_say_that_it_is_wrong_in_the_switch"]},
+)
+def _slander_is_believed() -> AbstractContextManager[object]:
+    return replaced("kvcast.controller.core.pool.Pool._may_use", lambda *_: True)
 
 
 @mutation(

@@ -682,6 +682,63 @@ def test_switch_hits_are_credited_to_the_home_once() -> None:
     assert driver.pool.tiers.residency.residents[block].hits == 45
 
 
+def found_wrong(driver: Driver, connection: int, block: BlockId, digest: int = 7) -> None:
+    driver.say(connection, renew(wrong=[(*block, digest)]))
+    driver.round()
+
+
+def test_what_readers_get_wrong_from_the_switch_leaves_it_for_longer_each_time() -> None:
+    driver, namespace = resident_driver()
+    block = BlockId(namespace, key(3))
+    tiers = driver.pool.tiers
+
+    def absent_s() -> float:
+        began = driver.now
+        while block not in tiers.residency.residents:
+            heat(driver, block, 500)
+            driver.renew_all()
+            driver.round(0.5)
+            driver.describe_all({block: (SEGMENT_BYTES, 7)})
+            driver.round()
+        return driver.now - began
+
+    absent_s()
+    for bar_s in (2, 4, 8, 16, 32, 64, 64):
+        found_wrong(driver, 2, block)
+        assert block not in tiers.residency.residents
+        found_wrong(driver, 1, block)  # another who read the same
+        assert bar_s <= absent_s() <= bar_s + 1
+    assert tiers.counts["residents_wrong"] == 7
+    for _ in range(70):
+        driver.renew_all()
+        driver.round(1.0)
+    found_wrong(driver, 1, block)
+    assert 2 <= absent_s() <= 3, "the other times were long ago"
+
+
+def test_who_may_not_read_a_block_cannot_say_that_it_is_wrong_in_the_switch() -> None:
+    rules = TenantRules({"t": frozenset({"node-1", "node-2"})})
+    driver, namespace = resident_driver(dataclasses.replace(OPTIONS, tenants=rules))
+    block = BlockId(namespace, key(3))
+    admit(driver, block)
+    found_wrong(driver, 3, block)
+    found_wrong(driver, 2, block, digest=8)  # of another copy, which is not there any more
+    found_wrong(driver, 2, BlockId(namespace, key(4)))
+    assert block in driver.pool.tiers.residency.residents
+    found_wrong(driver, 2, block)
+    assert block not in driver.pool.tiers.residency.residents
+
+
+def test_a_pinned_block_that_came_wrong_says_why_it_is_not_there() -> None:
+    driver, namespace = resident_driver()
+    block = BlockId(namespace, key(3))
+    driver.pool.tiers.pin(block)
+    admit(driver, block)
+    found_wrong(driver, 2, block)
+    assert driver.pool.tiers.why_not(block) == "a reader got it wrong from the switch"
+    assert block in driver.pool.tiers.pins
+
+
 def test_other_bytes_at_the_home_end_the_residency_and_the_new_ones_are_admitted() -> None:
     driver, namespace = resident_driver()
     block = BlockId(namespace, key(3))

@@ -1275,6 +1275,20 @@ def test_reads_of_a_namespace_that_is_alone_gather_for_nobody(alone: list[int]) 
     assert gathers == ([0] if alone else [50])
 
 
+def test_a_report_says_once_what_came_wrong_from_the_switch() -> None:
+    node = Node(1)
+    node.take_map(pool_map([2]))
+    node.core.reads.get(node.now, 1, [key(1)], node.now + 1, lambda _batch: None)
+    wrong = Frame(
+        *(OP_DATA, 1, key(1), 0, FLAG_LAST | FLAG_RESIDENT),
+        digest=7, size=3, payload=b"abc" + bytes(1021),
+    )  # fmt: skip
+    node.core.receive(node.now, 2, wrong)
+    node.core.after_receiving(node.now)
+    assert node.core.renewal().wrong == [(1, key(1), 7)]
+    assert node.core.renewal().wrong == []
+
+
 def test_a_report_says_what_each_namespace_got_from_elsewhere() -> None:
     node = Node(1)
     node.take_map(pool_map([2], namespaces=(1, 2)))

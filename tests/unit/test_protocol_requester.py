@@ -23,6 +23,7 @@ from kvcast.protocol.requester import (
     Requester,
     RequesterConfig,
     TryBulk,
+    WrongResident,
 )
 
 BLOCK = BlockId(3, bytes(range(16)))
@@ -667,6 +668,20 @@ def test_wrong_bytes_are_thrown_away_and_asked_for_elsewhere() -> None:
     assert bench.targets()[-1] == REPLICA
     bench.whole(0.002, 0, of=OTHER, digest=DIGEST)  # the liar is not listened to any more
     assert bench.core.counters.wrong_source == 64
+    for segment in range(3):
+        bench.whole(0.003, segment, source=REPLICA)
+    (event,) = bench.events()
+    assert event.buffer == BYTES
+
+
+@pytest.mark.parametrize("flags", [0, wire.FLAG_RESIDENT])
+def test_wrong_bytes_are_said_to_be_the_switchs_where_it_sent_some_of_them(flags: int) -> None:
+    bench = Bench()
+    bench.fetch(homes=(HOME, REPLICA))
+    for segment in range(3):
+        its = flags if segment == 1 else 0
+        bench.whole(0.001, segment, of=OTHER, digest=DIGEST, flags=its)
+    assert bench.events() == ([WrongResident(BLOCK, DIGEST)] if flags else [])
     for segment in range(3):
         bench.whole(0.003, segment, source=REPLICA)
     (event,) = bench.events()
