@@ -436,10 +436,11 @@ class BlockLink(AgentLink):
         """Do `work` until the transfer's deadline, and report the transfer; at once where the pool
         is left alone or too much is under way."""
         with self._state_lock:
-            if not self._health.may_ask(time.monotonic()):
-                refused = LEFT_ALONE
-            elif not allowance.take(transfer.size_bytes):
+            if not allowance.take(transfer.size_bytes):
                 refused = BUSY
+            elif not self._health.may_ask(time.monotonic()):  # what is refused must ask nothing
+                allowance.give(transfer.size_bytes)
+                refused = LEFT_ALONE
             else:
                 refused = ""
                 self._open.add(transfer)

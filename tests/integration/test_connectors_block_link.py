@@ -20,6 +20,7 @@ from hostagent_harness import MIB
 from kvcast.hostagent.client import Client
 from kvcast.hostagent.connectors.block_link import GAPS, BlockLink, Named, Room, _Promised
 from kvcast.hostagent.connectors.counters import Counters
+from kvcast.hostagent.connectors.health import FIRST_PAUSE_S
 from kvcast.hostagent.connectors.naming import NamespaceName, key_of
 from kvcast.hostagent.connectors.options import StoreOptions
 from kvcast.hostagent.connectors.transfers import (
@@ -343,6 +344,29 @@ async def test_beyond_the_bound_and_after_the_end_tasks_are_refused_at_once(
             assert reported.wait(5)
             assert list(under_way.outcomes) == [CLOSED] * 2
             assert node.save(names("c", 1), rooms(1, "c")) == [CLOSED]
+
+        await asyncio.to_thread(play)
+        pool.resume("node-1")
+
+
+async def test_what_is_refused_as_too_much_is_not_the_question_whether_the_pool_is_back(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 2) as (pool, _):
+        limits = {"save_s": 60.0, "waiting_bytes": 3 * SIZE, "lookup_s": 0.3}
+        node = nodes(pool.sockets["node-1"], **limits)
+        assert await asyncio.to_thread(node.find, names("a", 1)) == ["not_held"]
+        pool.pause("node-1")
+
+        def play() -> None:
+            node.link.save(names("a", 2), rooms(2, "a"), lambda _: None)
+            while node.link.well:
+                assert node.find(names("a", 1)) == ["deadline"]
+            time.sleep(2 * FIRST_PAUSE_S)
+            assert node.save(names("b", 2), rooms(2, "b")) == [BUSY] * 2
+            assert node.find(names("a", 1)) == ["deadline"], "it was asked"
+            assert node.find(names("a", 1)) == [LEFT_ALONE]
+            node.link.close()
 
         await asyncio.to_thread(play)
         pool.resume("node-1")
