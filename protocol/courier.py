@@ -21,7 +21,8 @@ What has happened stands in *records*, which Python takes before it does anythin
 that the courier has given to a client is ever unknown to the code that might evict it.
 
 A question that is asked while another client's is in flight for the same block waits for the same
-answer. What lies here already, and what Python is fetching, is Python's to answer.
+answer. What lies here already, or may lie below DRAM, and what Python is fetching, is Python's to
+answer.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from typing import Any, Final, NamedTuple
 from kvcast.native.linux import swap16
 from kvcast.native.subset import (
     I32,
+    U8,
     U16,
     U32,
     U64,
@@ -154,11 +156,13 @@ DEADLINE: Final = 16
 """The client waits no longer, which says nothing of the home."""
 GIVEN_UP: Final = 17
 """Its client has given it up, and nobody else waits for it."""
+BELOW: Final = 18
+"""It may lie on this node's disk, or in another of the tiers below DRAM."""
 REASONS: Final = (
     *("closed", "not_readable", "no_home", "full", "held_bytes", "here", "no_landing"),
     *("silence", "gap", "missed", "wrong_digest", "yielded"),
     *("no_conveyor", "company", "not_offered", "cut_off", "deadline"),
-    "given_up",
+    *("given_up", "below"),
 )
 
 # What `hear` returns.
@@ -433,6 +437,10 @@ class Courier(Struct):
     """The index in shared memory, by words."""
     index_bits: U64
     """It has 2^that buckets."""
+    below: Ptr[U8]
+    """2^`below_bits` counters of what lies below DRAM (`hostagent.tiers.counting_filter`),"""
+    below_bits: U64
+    """0: there is nothing below."""
     read: U64
     """Where the READ lies; what is asked for, and how, is put in."""
     read_flags: U64
@@ -495,12 +503,17 @@ def meaning_in_force(courier: Courier, namespace: U64) -> U64:
 
 
 @native
+def _mixed_of(q: Question) -> U64:
+    return (q.key + q.rest_of_key * _BY_LOW + q.namespace * _BY_NAMESPACE) * _SPREAD
+
+
+@native
 def may_be_here(courier: Courier, q: Question) -> bool:
     """Whether one of the block's two buckets in the index has its tag."""
     tag = 0 + q.rest_of_key
     if tag == 0:
         tag = 1
-    mixed = (q.key + q.rest_of_key * _BY_LOW + q.namespace * _BY_NAMESPACE) * _SPREAD
+    mixed = _mixed_of(q)
     for again in range(2):
         if again == 1:
             mixed = mixed * _SPREAD_AGAIN
@@ -509,6 +522,17 @@ def may_be_here(courier: Courier, q: Question) -> bool:
             if courier.index[first + slot] == tag:
                 return True
     return False
+
+
+@native
+def may_be_below(courier: Courier, q: Question) -> bool:
+    """Whether neither of the block's two counters says that it is not below DRAM."""
+    if courier.below_bits == 0:
+        return False
+    mixed = _mixed_of(q)
+    if courier.below[mixed >> (64 - courier.below_bits)] == 0:
+        return False
+    return courier.below[(mixed * _SPREAD_AGAIN) >> (64 - courier.below_bits)] != 0
 
 
 @native
@@ -874,6 +898,8 @@ def _hear_many(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64)
                 why = 0 + NO_HOME
             elif courier.fetching[bucket_of_key(q.rest_of_key)] != 0 or may_be_here(courier, q):
                 why = 0 + HERE
+            elif may_be_below(courier, q):
+                why = 0 + BELOW
             elif _taker_for(courier, home) == NODES:
                 courier.wished = home + 1
                 why = 0 + NO_CONVEYOR
@@ -1021,6 +1047,8 @@ def _objection(courier: Courier, who: Client, q: Question, other: U64, room: U64
         return NO_HOME
     if courier.fetching[bucket] != 0 or may_be_here(courier, q):
         return HERE
+    if may_be_below(courier, q):
+        return BELOW
     if room == 0:
         return NO_LANDING
     if room > SEGMENT_BYTES and _taker_for(courier, courier.homes[bucket]) == NODES:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from kvcast.hostagent.core.ssd import SsdTier
 from kvcast.hostagent.core.store import Copy, Store
+from kvcast.hostagent.tiers.counting_filter import CountingFilter
 from kvcast.protocol.messages.wire import BlockId
 
 
@@ -60,6 +61,13 @@ class LowerTiers:
     def why_gone(self, block: BlockId) -> str:
         """As `store.Below`."""
         return next(filter(None, (tier.why_gone(block) for tier in reversed(self._tiers))), "")
+
+    def counted(self) -> CountingFilter:
+        """A filter of all that lies in any of them, from now on."""
+        of_all = CountingFilter(sum(tier.most_blocks for tier in self._tiers))
+        for tier in self._tiers:
+            tier.use_filter(of_all)
+        return of_all
 
     def blocks(self) -> Iterable[BlockId]:
         """All that lies in any of them; some more than once."""

@@ -66,6 +66,7 @@ from kvcast.hostagent.core.store import (
     StoreRules,
 )
 from kvcast.hostagent.tiers.arena import Allocator
+from kvcast.hostagent.tiers.counting_filter import CountingFilter
 from kvcast.hostagent.tiers.ssd.layout import (
     ENTRIES_PER_PAGE,
     NO_ENTRY,
@@ -73,6 +74,7 @@ from kvcast.hostagent.tiers.ssd.layout import (
     Entry,
     Formatted,
     Scanned,
+    block_of,
     pack_entry,
 )
 from kvcast.hostagent.tiers.ssd.orders import DONE, NOTHING, Kind, Order
@@ -221,13 +223,22 @@ class _Table:
     """Whether something goes with them."""
     cleared: int = 0
     """How often something has gone."""
+    filter: CountingFilter = field(default_factory=CountingFilter)
+    """Of the blocks that have entries, among others."""
+
+    def keep(self, unit: int, data: bytes) -> None:
+        assert unit not in self.entries
+        self.entries[unit] = data
+        self.filter.add(block_of(data))
 
     def enter(self, unit: int, data: bytes) -> None:
-        self.entries[unit] = data
+        self.keep(unit, data)
         self.dirty[unit - unit % ENTRIES_PER_PAGE] = None
 
     def clear(self, unit: int) -> None:
-        if self.entries.pop(unit, None) is not None:
+        data = self.entries.pop(unit, None)
+        if data is not None:
+            self.filter.remove(block_of(data))
             self.overwrite(unit)
 
     def overwrite(self, unit: int) -> None:
@@ -409,14 +420,14 @@ class SsdTier:
 
     def drop(self, block: BlockId) -> bool:
         """As `store.Below`."""
-        self._found.pop(block, None)
+        self._take_found(block)
         self._ask_for_step()
         return self.shelf.drop(block)
 
     def drop_namespace(self, namespace: int) -> None:
         """As `store.Below`."""
         for block in [b for b in self._found if b.namespace == namespace]:
-            del self._found[block]
+            self._take_found(block)
         self.shelf.drop_namespace(namespace)
         self._ask_for_step()
 
@@ -476,6 +487,19 @@ class SsdTier:
     def capacity_bytes(self) -> int:
         """For blocks, of the files in service."""
         return sum(f.formatted.cut.slabs * self._slab_bytes for f in self._files if not f.failed)
+
+    @property
+    def most_blocks(self) -> int:
+        """More cannot lie here."""
+        units = self._units_per_slab
+        return sum(file.formatted.cut.slabs * units for file in self._files)
+
+    def use_filter(self, of_blocks: CountingFilter) -> None:
+        """Have all blocks that lie here be in this filter, as long as they do."""
+        table = self._table
+        for block in itertools.chain(self._found, map(block_of, table.entries.values())):
+            of_blocks.add(block)
+        table.filter = of_blocks
 
     def values(self) -> dict[str, float]:
         """Values by name, the counters' among them."""
@@ -977,7 +1001,15 @@ class SsdTier:
             else:
                 if other is not None:
                     self._refuse(other[0])
+                else:
+                    self._table.filter.add(entry.block)
                 self._found[entry.block] = unit, entry
+
+    def _take_found(self, block: BlockId) -> tuple[int, Entry] | None:
+        found = self._found.pop(block, None)
+        if found is not None:
+            self._table.filter.remove(block)
+        return found
 
     def scanned(self) -> None:
         """All pieces of one file's table were handed over."""
@@ -1007,7 +1039,7 @@ class SsdTier:
             self._ask_for_step()
 
     def _claim(self, block: BlockId) -> None:
-        found = self._found.pop(block, None)
+        found = self._take_found(block)
         if found is None:
             return
         unit, entry = found
@@ -1032,7 +1064,7 @@ class SsdTier:
             return
         copy.parent, copy.depth = entry.parent, entry.depth
         self.counters.entries_claimed += 1
-        self._table.entries[unit] = pack_entry(entry, file.formatted.identity)
+        self._table.keep(unit, pack_entry(entry, file.formatted.identity))
 
     # --- disks that fail ----------------------------------------------------------------------
 
@@ -1052,7 +1084,7 @@ class SsdTier:
                 if copy is not None and self._file_of(copy.offset) is file:
                     self.shelf.give_up(copy)
             for block in [b for b, (unit, _) in self._found.items() if self._is_in(unit, file)]:
-                del self._found[block]
+                self._take_found(block)
             self._retire(file)
 
     def _is_in(self, unit: int, file: _File) -> bool:
@@ -1076,6 +1108,7 @@ class SsdTier:
             "a block is on the shelf without an entry"
         )
         assert self._table.entries.keys() <= units.keys() | moving
+        assert all(map(self._table.filter.may_hold, [*self.shelf.blocks(), *self._found]))
         assert (self._phase is _Phase.IDLE) == (not self._left)
         if self._phase is _Phase.IDLE:
             assert not self._writing

@@ -117,6 +117,20 @@ def test_blocks_go_down_a_tier_at_a_time_and_each_comes_back_whole() -> None:
     assert bench.tiers[1].counters.promotions > 0
 
 
+def test_one_filter_has_what_lies_in_any_of_them() -> None:
+    bench = Bench()
+    bench.fill(range(30))
+    of_all = bench.below.counted()
+    bench.fill(range(30, 100))
+    for number in range(100):
+        assert of_all.may_hold(block(number)) == bool(set(bench.where(number)) - {"d"})
+    assert bench.read(0) == ""
+    for number in range(100):
+        bench.store.drop(block(number))
+    bench.work()
+    assert not any(of_all.memory)
+
+
 def test_it_is_known_how_large_a_block_is_wherever_it_lies() -> None:
     bench = Bench()
     bench.fill(range(60))

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.hostagent.core.ssd import HEAT_S, MAX_ERRORS, RETRY_S, SsdRules, SsdTier
 from kvcast.hostagent.core.store import Copy, NoRoomError, StoreRules
+from kvcast.hostagent.tiers.counting_filter import CountingFilter
 from kvcast.hostagent.tiers.ssd.layout import (
     MAX_ORDER,
     Cut,
@@ -122,6 +123,79 @@ class Bench(Dram):
 
     def on_disk(self, number: int, namespace: int = 1) -> bool:
         return self.tier.holds(block(number, namespace))
+
+
+def counted(bench: Bench) -> CountingFilter:
+    """A filter of what lies on disk, from now on; `SsdTier.check` looks that it is."""
+    of_blocks = CountingFilter(bench.tier.most_blocks)
+    bench.tier.use_filter(of_blocks)
+    return of_blocks
+
+
+def test_a_filter_has_what_lies_on_disk_and_nothing_else() -> None:
+    bench = Bench()
+    bench.fill(range(10))
+    of_blocks = counted(bench)
+    assert not any(of_blocks.memory)
+    bench.fill(range(10, 40))
+    assert bench.tier.counters.demotions_room > 20
+    bench.store.drop(block(3))
+    for number in range(40):
+        assert of_blocks.may_hold(block(number)) == bench.on_disk(number)
+    again = counted(bench)
+    assert bytes(again.memory) == bytes(of_blocks.memory)
+    bench.put(0, b"other" * 800)
+    bench.put(50)
+    bench.work("an error", Kind.WRITE)
+    bench.store.drop_namespace(1)
+    bench.work()
+    assert not any(again.memory)
+    assert any(of_blocks.memory), "it was not used any more"
+
+
+def test_a_filter_has_what_was_found_before_and_after_it_is_claimed() -> None:
+    bench = Bench()
+    bench.fill(range(40))
+    there = [number for number in range(40) if bench.on_disk(number)]
+    cut = bench.cut
+    formatted = open_formatted(bench.disks[0], cut, 7)
+    tier = SsdTier(RULES, Bench().store, bench.memory, [formatted], 1e9)
+    tier.meaning_of = lambda _namespace: 71
+    of_blocks = CountingFilter()
+    tier.use_filter(of_blocks)
+    for piece in scan(bench.disks[0], formatted):
+        tier.found(0, piece)
+        tier.found(0, piece)  # the same once more is refused
+    tier.scanned()
+    for _ in range(2):
+        assert all(of_blocks.may_hold(block(number)) for number in there)
+        assert sum(of_blocks.memory) == 2 * len(there)
+        tier.begin()
+        tier.take_orders(0.0)
+    assert tier.is_ready
+    assert len(tier.shelf) == len(there)
+    for number in there:
+        tier.drop(block(number))
+    assert not any(of_blocks.memory)
+
+
+def test_a_filter_has_nothing_of_a_file_that_is_given_up_or_that_meant_something_else() -> None:
+    bench = Bench()
+    bench.fill(range(40))
+    again = Bench(disks=bench.disks)
+    of_blocks = counted(again)
+    assert any(of_blocks.memory)
+    for number in range(MAX_ERRORS):
+        at = next(n for n in range(number, 40) if again.on_disk(n))
+        assert again.read(at)
+        again.work("an error", Kind.READ)
+    assert again.tier.counters.files_failed == 1
+    assert not any(of_blocks.memory)
+    other = Bench(disks=bench.disks)
+    other.tier.meaning_of = lambda _namespace: 99
+    of_blocks = counted(other)
+    other.work()
+    assert not any(of_blocks.memory)
 
 
 def test_nothing_goes_down_below_the_high_mark_and_what_goes_then_is_what_was_not_used() -> None:

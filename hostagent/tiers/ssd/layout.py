@@ -273,6 +273,12 @@ def unpack_entry(data: bytes, identity: int, unit: int) -> Entry | None:
     return Entry(unit, BlockId(namespace, key), size, digest, meaning, order, at, above, depth)
 
 
+def block_of(data: bytes) -> BlockId:
+    """The block that an entry is of, as `pack_entry` has made it."""
+    _, namespace, _, _, key, *_ = _ENTRY.unpack_from(data)
+    return BlockId(namespace, key)
+
+
 def _check(data: bytes, identity: int, unit: int) -> int:
     seed = (identity ^ unit * 0x9E3779B97F4A7C15) & 0xFFFF_FFFF_FFFF_FFFF
     return int(xxhash.xxh3_64_intdigest(data, seed=seed))
