@@ -288,7 +288,7 @@ class Agent:
         """Have small blocks fetched in compiled code, where that can be."""
         functions = hashing()
         taken = loop.selector.runs is not None
-        if self.index_file is None or functions is None or taken or self._options.ssd.is_used:
+        if self.index_file is None or functions is None or taken:
             return None
         core, transport = self.core, self.transport
         assert core.shared is not None

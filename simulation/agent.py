@@ -549,7 +549,7 @@ class SimAgent(Process):
         courier = self.courier
         assert courier is not None
         courier.prepare(self.now)
-        self.pushes.prepare(self.now, shut=courier.is_shut)
+        self.pushes.prepare()
         if question[:2] == _PUT:
             assert self.pushes.hear(number, question, self.now), "an honest client's put"
             self._end_courier()

@@ -97,7 +97,7 @@ class Side:
     def prepare(self, now: float) -> None:
         """As before every wait."""
         self.courier.prepare(now)
-        self.pushes.prepare(now, shut=self.courier.is_shut)
+        self.pushes.prepare()
 
     def book(self, now: float) -> None:
         """As after every wait."""

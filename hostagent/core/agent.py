@@ -374,7 +374,7 @@ class AgentCore:
         self.handover.lower = below.blocks
         self.handover.recall = self._recall
         if self.reads.courier is not None:
-            self.reads.courier.shut()  # it does not know what lies there
+            self.reads.courier.use_below(below.counted())
         for tier in tiers:
             tier.meaning_of = self._meaning_of
         self._state_ssd_rules()

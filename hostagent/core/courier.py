@@ -30,6 +30,7 @@ from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.spread import Spread
 from kvcast.hostagent.core.store import Copy, Store, StoreError
+from kvcast.hostagent.tiers.counting_filter import CountingFilter
 from kvcast.native.subset import ctypes_of
 from kvcast.protocol import courier
 from kvcast.protocol.bounded_map import BoundedMap
@@ -260,7 +261,6 @@ class Courier:
         self._requester = requester
         self._outbox = outbox
         self._spread = spread
-        self._shut = False
         self._metrics = metrics
         self.residents: frozenset[BlockId] = frozenset()
         """Blocks that the switch holds, of which the requester knows how to ask for them."""
@@ -583,14 +583,14 @@ class Courier:
         )
         if seen != self._seen:
             self._follow(now, seen)
-        self._courier.open = not self._shut and self._requester.reads_alone(now)
+        self._courier.open = self._requester.reads_alone(now)
         if self._courier.wanted_places:
             self._want(self._courier.wanted_places)
             self._courier.wanted_places = 0
         if now >= self._due:
             self._short = True
             self._due = inf
-        if self._short and not self._shut and now >= self._no_room_until:
+        if self._short and now >= self._no_room_until:
             self._fill(now)
 
     def _follow(self, now: float, seen: _Seen) -> None:
@@ -626,15 +626,11 @@ class Courier:
         """Wait for that home as long as the requester does."""
         self._patience_ns[home] = _ns(max(PATIENCE_S, self._requester.rto_s(home)))
 
-    @property
-    def is_shut(self) -> bool:
-        """Whether it is asked for nothing any more."""
-        return self._shut
-
-    def shut(self) -> None:
-        """It is asked for nothing any more."""
-        self._shut = True
-        self.give_room_back()
+    def use_below(self, of_blocks: CountingFilter) -> None:
+        """What may lie below DRAM by this filter is the agent's to get, from now on."""
+        self._kept.append(of_blocks)
+        self._courier.below = address_of_buffer(of_blocks.memory)
+        self._courier.below_bits = of_blocks.bits
 
     def learn(self, now: float, block: BlockId, size_bytes: int) -> None:
         """This block was fetched: the next of its namespace will be about as large, or as large as

@@ -245,13 +245,13 @@ class Pushes:
 
     # --- what may be done -------------------------------------------------------------------------
 
-    def prepare(self, now: float, *, shut: bool) -> None:
+    def prepare(self) -> None:
         """From now on compiled code runs, until `book`."""
         pool = self._outbox.pool
         if pool is not self._pool and pool is not None:
             self.follow(pool)
-        self.native.open = self.connects and not shut and pool is not None
-        self.native.takes = self._takes and not shut and pool is not None
+        self.native.open = self.connects and pool is not None
+        self.native.takes = self._takes and pool is not None
         self.native.scarce = 0
 
     def follow(self, pool: Pool) -> None:

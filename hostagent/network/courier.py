@@ -713,7 +713,7 @@ class CourierDriver:
         courier, waiting = self.courier, self._waiting
         now = time.monotonic()
         courier.prepare(now)
-        self.pushes.prepare(now, shut=courier.is_shut)
+        self.pushes.prepare()
         self._follow()
         if courier.pool is not self._pool and courier.pool is not None:
             self._pool = courier.pool

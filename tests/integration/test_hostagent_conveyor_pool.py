@@ -12,6 +12,7 @@ import itertools
 import time
 
 import pytest
+from kvcast.bench.incast import home_keys
 from kvcast.hostagent import membarrier
 from kvcast.hostagent.client import KvcastError
 from kvcast.topologies.pool import Pool
@@ -37,6 +38,13 @@ class Engines(TwoClients):
 
     def look(self, key: bytes, size_bytes: int) -> None:
         self.get(key, size_bytes)
+
+    def wait_for_the_disk(self) -> None:
+        """Until the home's has taken what was to leave its arena: else that is evicted."""
+        until = time.monotonic() + PATIENCE_S
+        while self.home.stats()["ssd_writes_waiting"]:
+            assert time.monotonic() < until
+            time.sleep(0.01)
 
     def conveyed_bytes(self) -> float:
         """What came by conveyors, and of the courier by anything."""
@@ -76,6 +84,34 @@ def test_many_blocks_come_by_one_question(engines: Engines, keys: list[bytes]) -
     stats = engines.other.stats()
     assert stats["gets_total"] == 36
     assert stats["misses_total"] == 6
+
+
+@on_clients(Engines, arena_of_disks="64m")
+def test_what_lies_on_the_homes_disk_comes_as_well_and_what_lies_on_ones_own_is_read_there(
+    engines: Engines, keys: list[bytes]
+) -> None:
+    size_bytes = 500_000
+    keys = home_keys(engines.pool, HOME, 160, "more than the arena has room for")
+    for key in keys:
+        engines.put(key, size_bytes)
+        engines.wait_for_the_disk()
+    for turn in range(2):
+        tiers = []
+        for first in range(0, 160, 4):
+            engines.wait_for_the_disk()
+            alone, *together = keys[first : first + 4]
+            blocks = engines.other.get(engines.namespace, [alone], PATIENCE_S)
+            blocks += engines.other.get(engines.namespace, together, PATIENCE_S)
+            for key, block in zip(keys[first : first + 4], blocks, strict=True):
+                assert block is not None
+                with block:
+                    assert bytes(block.data) == content_of(key, size_bytes)
+                    tiers.append(block.tier)
+        assert ("ssd" in tiers) == (turn == 1)
+    stats = engines.other.stats()
+    assert engines.conveyed_bytes() > 0
+    assert stats["courier_handed_over_below_total"] > 0
+    assert engines.home.stats()["ssd_promotions_total"] > 0
 
 
 @on_a_pool

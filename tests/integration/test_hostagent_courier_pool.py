@@ -18,14 +18,15 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hostagent_harness import Pool, key_of, running_pool, until
+from hostagent_harness import MIB, Pool, key_of, running_pool, until
 from kvcast.hostagent import membarrier
 from kvcast.hostagent.client import AgentGoneError, AsyncClient, Client
 from kvcast.hostagent.core import courier as courier_core
+from kvcast.hostagent.core.ssd import SsdRules
 from kvcast.hostagent.network import local_server
 from kvcast.hostagent.network.courier import VAIN_WAITS, CourierLoop
 from kvcast.hostagent.network.datagrams import Transport
-from kvcast.hostagent.options import Options
+from kvcast.hostagent.options import Options, SsdOptions
 from kvcast.protocol.messages.questions import ANSWER, GET, GIVEN, QUESTION
 from kvcast.protocol.messages.wire import BlockId
 from kvcast.protocol.requester import RequesterConfig
@@ -55,11 +56,15 @@ def on_a_courier(test: Callable[[Path], Coroutine[Any, Any, None]]) -> Callable[
 
 
 @contextlib.asynccontextmanager
-async def pool_of_two(folder: Path, patience_s: float = 60.0) -> AsyncIterator[Pool]:
+async def pool_of_two(
+    folder: Path,
+    patience_s: float = 60.0,
+    change: Callable[[Options], Options] = lambda options: options,
+) -> AsyncIterator[Pool]:
     """Node 1 asks, and everything is at home at node 2; blocks 0 to 19 are there. Couriers wait so
     long for an answer."""
     with mock.patch.object(courier_core, "PATIENCE_S", patience_s):
-        async with running_pool(folder, 2) as pool:
+        async with running_pool(folder, 2, change) as pool:
             pool.controller.homes_of = lambda _bucket: ["node-2"]
             pool.controller.publish()
             await pool.settled()
@@ -108,6 +113,36 @@ async def test_both_clients_get_blocks_by_the_courier_and_give_them_back(tmp_pat
         await until(lambda: not any(store.peek(b).pins for b in store.blocks()))  # type: ignore[union-attr]
         received = stats["frames_received_total"]
         assert received == stats["frames_answers_total"] + stats["responder_reads_total"]
+
+
+def with_a_disk(options: Options) -> Options:
+    """What is not used goes to disk at once."""
+    assert options.arena.path is not None
+    path = options.arena.path.replace(".arena", ".ssd")
+    rules = SsdRules(high_share=0.0, low_share=0.0)
+    return replace(options, ssd=SsdOptions((path,), 32 * MIB, slab_bytes=MIB, rules=rules))
+
+
+@on_a_courier
+async def test_what_an_agents_own_disk_has_is_not_asked_of_others(tmp_path: Path) -> None:
+    async with pool_of_two(tmp_path, change=with_a_disk) as pool:
+        client, core = pool.clients[1], pool.agents[1].core
+        tiers = []
+        for turn in range(2):
+            for number in range(1, 20):
+                (block,) = await client.get(1, [key_of(number)], 60.0)
+                assert block is not None
+                with block:
+                    assert bytes(block.data) == noise(number)
+                    tiers.append(block.tier)
+            if turn == 0:
+                await until(lambda: len(core.ssd.shelf) == 20)  # type: ignore[union-attr]
+                await until(lambda: len(core.store) == 0)
+        assert tiers == ["home"] * 19 + ["ssd"] * 19
+        told = courier_of(pool)
+        assert told["courier_given_total"] > 0
+        assert told["courier_handed_over_below_total"] > 0
+        assert pool.agents[2].core.values()["responder_reads_total"] <= 25, "for the first turn"
 
 
 @on_a_courier

@@ -88,6 +88,18 @@ def test_puts_of_any_size_are_at_home_when_they_return(engines: Engines, keys: l
     assert theirs["courier_put_wrong_digest_total"] == 0
 
 
+@on_clients(Engines, arena_of_disks="64m")
+def test_puts_between_nodes_with_disks_go_so_too(engines: Engines, keys: list[bytes]) -> None:
+    size_bytes = 500_000
+    keys = home_keys(engines.pool, HOME, 160, "more than the arena has room for")
+    for key in keys:
+        engines.put(key, size_bytes)
+    tiers = {engines.tier_of(engines.home, key, size_bytes) for key in keys}
+    assert "ssd" in tiers
+    assert engines.pushed() > 0
+    assert engines.home.stats()["courier_put_taken_total"] > 0
+
+
 @on_clients(Engines)
 def test_many_blocks_are_put_by_one_question_each_where_it_belongs(
     engines: Engines, keys: list[bytes]

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import tempfile
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 from kvcast.bench.incast import home_keys
@@ -23,13 +25,20 @@ PATIENCE_S = 20.0
 
 
 def on_a_pool(
-    test: Callable[[Pool, list[bytes]], Coroutine[Any, Any, None]],
+    test: Callable[[Pool, list[bytes]], Coroutine[Any, Any, None]], *, arena_of_disks: str = ""
 ) -> Callable[[], None]:
-    """Run a test on a pool of two agents; its keys are at home at HOME."""
+    """Run a test on a pool of two agents; its keys are at home at HOME. `arena_of_disks`: both have
+    a disk, and an arena of that size above it."""
 
     async def within() -> None:
-        async with make_pool(LoopbackLink()) as pool:
-            await test(pool, home_keys(pool, HOME, 40, test.__name__))
+        pool = make_pool(LoopbackLink())
+        with tempfile.TemporaryDirectory() as folder:
+            if arena_of_disks:
+                flags = f"--arena-bytes={arena_of_disks}", "--ssd-bytes=256m"
+                disks = {node: (*flags, f"--ssd={folder}/{node}") for node in (HOME, OTHER)}
+                pool.options = replace(pool.options, node_flags=disks)
+            async with pool:
+                await test(pool, home_keys(pool, HOME, 40, test.__name__))
 
     def run() -> None:
         asyncio.run(asyncio.wait_for(within(), 100.0))
@@ -81,9 +90,10 @@ Clients = TypeVar("Clients", bound=TwoClients)
 
 
 def on_clients(
-    kind: Callable[[Pool], Clients],
+    kind: Callable[[Pool], Clients], *, arena_of_disks: str = ""
 ) -> Callable[[Callable[[Clients, list[bytes]], None]], Callable[[], None]]:
-    """Run a test that waits on such clients of a pool, in a thread; keys as for `on_a_pool`."""
+    """Run a test that waits on such clients of a pool, in a thread; keys, and disks, as for
+    `on_a_pool`."""
 
     def decorate(test: Callable[[Clients, list[bytes]], None]) -> Callable[[], None]:
         async def on_pool(pool: Pool, keys: list[bytes]) -> None:
@@ -94,6 +104,6 @@ def on_clients(
             await asyncio.to_thread(play)
 
         on_pool.__name__ = test.__name__
-        return on_a_pool(on_pool)
+        return on_a_pool(on_pool, arena_of_disks=arena_of_disks)
 
     return decorate

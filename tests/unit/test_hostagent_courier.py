@@ -34,6 +34,7 @@ from kvcast.hostagent.core.courier import (
 )
 from kvcast.hostagent.core.spread import BUSY_PERCENT
 from kvcast.hostagent.core.store import StoreRules
+from kvcast.hostagent.tiers.counting_filter import CountingFilter
 from kvcast.protocol.conveyor import GATHER_BYTES, GIVEN_HERE, REPLY
 from kvcast.protocol.courier import (
     BATCHES,
@@ -137,6 +138,26 @@ def test_what_lies_here_or_is_being_fetched_is_the_agents_to_answer(stand: Stand
     stand.bring(3)
     stand.ask(0, 6)
     assert len(stand.reads) == 1, "what has been fetched is not in the way any more"
+    stand.end()
+
+
+def test_what_may_lie_below_dram_is_the_agents_to_answer_as_long_as_it_may(stand: Stand) -> None:
+    below = CountingFilter()
+    stand.courier.use_below(below)
+    below.add(block_of(2))
+    stand.ask(0, 2)
+    assert reasons(stand) == {"below": 1}
+    assert not stand.reads
+    stand.begin_conveyor()
+    stand.ask_many(1, [2, 3])
+    assert reasons(stand) == {"below": 2}
+    assert [decode(read).block for read in stand.reads] == [block_of(3)]
+    stand.bring(3)
+    below.remove(block_of(2))
+    stand.ask(0, 2)
+    stand.bring(2)
+    assert reasons(stand) == {"below": 2}
+    assert [len(held) for held in stand.held] == [1, 1]
     stand.end()
 
 
