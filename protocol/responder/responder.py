@@ -588,7 +588,8 @@ class Responder:
             wanted = 1 << wanted.bit_length() - 1
         job = _Job(key, block, held, frame, wanted)
         job.whole = not repeated
-        if not partial and not repeated and index == 0:
+        # Who looks for company takes no offer (`Requester.fetch`), and would be woken for it.
+        if not partial and not repeated and index == 0 and not frame.gather and not frame.group:
             job.offer = self._offer(frame, block, held)
         self._jobs[key] = job
         if shared is not None:

@@ -436,6 +436,13 @@ def test_block_of_one_segment_is_not_offered() -> None:
     assert [frame.op for _, frame in bench.send()] == [wire.OP_DATA]
 
 
+@pytest.mark.parametrize("looks_for_company", [{"gather": 20}, {"group": 7}])
+def test_who_looks_for_company_is_offered_nothing(looks_for_company: dict[str, int]) -> None:
+    bench = Bench(make_offer=lambda block, held: Offer(1, 1, 2, 3, 4))
+    bench.read(**looks_for_company)
+    assert [frame.op for _, frame in bench.send(now=0.1)] == [wire.OP_DATA] * 64
+
+
 def test_heat_counts_reads_and_distinct_readers_and_forgets_the_coldest() -> None:
     blocks = {BlockId(3, bytes([i]) * 16): Held(bytes([i])) for i in range(3)}
 
