@@ -42,7 +42,7 @@ def _failed(why: str) -> None:
 
 
 def _place(number: int) -> Place:
-    return Place(0, 0, number % SLOTS)
+    return Place.of(0, 0, number % SLOTS)
 
 
 def _open(

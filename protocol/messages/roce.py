@@ -98,22 +98,26 @@ HEADERS: Final = (BTH, WRITE)
 
 class Place(NamedTuple):
     """Where a shared answer goes: the pending entry's index at the switch, and the zone's slot.
-    `namespace` belongs to it, so that no two tenants' segments ever have the same place."""
+    `namespace` belongs to it, so that no two tenants' segments ever have the same place. `Place.of`
+    makes one."""
 
     namespace: int
     entry_index: int
     slot: int
+    tag: int
+    """The tag of a READ with FLAG_WRITE, and of what answers it."""
+    first: int
+    """The immediate of the first chunk."""
+    name: int
+    """What the immediates of all chunks have in common, beside the chunk's own bits: two segments
+    with one name cannot be told apart while they come."""
 
-    @property
-    def tag(self) -> int:
-        """The tag of a READ with FLAG_WRITE, and of what answers it."""
-        return self.address_low(0) | self.entry_index
-
-    @property
-    def name(self) -> int:
-        """What the immediates of all chunks have in common, beside the chunk's own bits: two
-        segments with one name cannot be told apart while they come."""
-        return name_of(self.immediate(0))
+    @classmethod
+    def of(cls, namespace: int, entry_index: int, slot: int) -> Place:
+        """The place with these."""
+        low = slot << SLOT_SHIFT
+        first = namespace << _INDEX_BITS ^ entry_index ^ low
+        return cls(namespace, entry_index, slot, low | entry_index, first, name_of(first))
 
     def address_low(self, chunk: int) -> int:
         """The low half of a chunk's address."""
@@ -121,11 +125,7 @@ class Place(NamedTuple):
 
     def immediate(self, chunk: int) -> int:
         """What the completion of a chunk says."""
-        return self._entry ^ self.address_low(chunk)
-
-    @property
-    def _entry(self) -> int:
-        return self.namespace << _INDEX_BITS | self.entry_index
+        return self.first ^ chunk << CHUNK_SHIFT
 
 
 def name_of(immediate: int) -> int:
@@ -141,7 +141,7 @@ def place_of(namespace: int, key: bytes, segment: int) -> Place:
     block = namespace.to_bytes(2, "big") + key
     slot = xxhash.xxh3_64_intdigest(block) + segment_index(segment)
     entry = xxhash.xxh3_64_intdigest(block + segment.to_bytes(2, "big"))
-    return Place(namespace, entry & (1 << _INDEX_BITS) - 1, slot & (ZONE_SLOTS - 1))
+    return Place.of(namespace, entry & (1 << _INDEX_BITS) - 1, slot & (ZONE_SLOTS - 1))
 
 
 # --- the check of a packet ------------------------------------------------------------------

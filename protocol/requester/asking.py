@@ -20,7 +20,7 @@ from math import inf
 from typing import Final
 
 from kvcast.protocol.fair_queue import Shares
-from kvcast.protocol.messages.roce import SHARED_CHUNKING, Place, place_of
+from kvcast.protocol.messages.roce import SHARED_CHUNKING, place_of
 from kvcast.protocol.messages.wire import (
     CELLS,
     CHUNKS_PER_SEGMENT,
@@ -174,38 +174,31 @@ class Asker:
 
     # --- answers by RDMA --------------------------------------------------------------------
 
-    def _place_for(self, now: float, fetch: Fetch, index: int, home: int) -> Place | None:
-        """Where the answer to a READ of a segment may be written; None = it comes by DATA."""
-        if not self._comes_by_write(now, fetch, home):
+    def _landing_of(self, now: float, fetch: Fetch, home: Home) -> Landing | None:
+        """Where answers to a fetch's READs are written; None = they come by DATA. Who is in a
+        reader group is answered unasked, and so without a slot."""
+        if fetch.group or fetch.chunking is not SHARED_CHUNKING:
             return None
-        return place_of(fetch.block.namespace, fetch.block.key, fetch.chunking.number(index))
+        return self._landing_from(now, home)
 
-    def _comes_by_write(self, now: float, fetch: Fetch, home: int) -> bool:
-        """Whether answers to a fetch's READs come by RDMA. Who is in a reader group is answered
-        unasked, and so without a slot."""
-        return not fetch.group and fetch.chunking is SHARED_CHUNKING and self._can_write(now, home)
+    def _landing_from(self, now: float, home: Home) -> Landing | None:
+        """Where a home's answers are written; None where it does not, or this node cannot take
+        that."""
+        landing = self.landing
+        if landing is None or not landing.usable or home.index not in self.writers:
+            return None
+        return landing if now >= home.no_writes_until else None
 
-    def _can_write(self, now: float, home: int) -> bool:
-        """Whether a home answers by RDMA, and this node can take that."""
-        if self.landing is None or not self.landing.usable:
+    def _claim(self, landing: Landing, fetch: Fetch, segment: Segment) -> bool:
+        """Have the answer to a READ of the whole segment come by RDMA; False where its slot is
+        another's just now: that one's end lets it go on."""
+        namespace, key = fetch.block
+        place = place_of(namespace, key, fetch.chunking.number(segment.index))
+        if not landing.claim(place, segment):
             return False
-        return home in self.writers and now >= self.home(home).no_writes_until
-
-    def _must_wait(self, now: float, fetch: Fetch, index: int) -> bool:
-        """Whether a segment's slot is another's just now; that one's end lets it go on."""
-        place = self._place_for(now, fetch, index, fetch.homes.current)
-        return place is not None and self.landing is not None and not self.landing.can_claim(place)
-
-    def _claim(self, now: float, fetch: Fetch, segment: Segment) -> None:
-        """Have the answer to a READ of the whole segment come by RDMA, where it can."""
-        place = self._place_for(now, fetch, segment.index, segment.home)
-        if place is None:
-            self.let_slot_go(segment)
-        elif segment.place is None:
-            assert self.landing is not None
-            if self.landing.claim(place, segment):
-                segment.place = place
-                segment.written = False
+        segment.place = place
+        segment.written = False
+        return True
 
     def let_slot_go(self, segment: Segment) -> None:
         """Nothing of the segment is to come by RDMA any more."""
@@ -272,13 +265,14 @@ class Asker:
         """Whether more than `home`'s window may be asked for if it comes by RDMA: as many as while
         readers keep step. Each lands in a slot of its own, so none waits in a buffer of this host;
         and who takes them is told of several at once, for which more must be on its way."""
-        return self._can_write(now, home.index) and home.in_window < self.config.window_shared
+        landing = self._landing_from(now, home)
+        if landing is None or landing.full:
+            return False
+        return home.in_window < self.config.window_shared
 
     def _others_wait(self) -> bool:
         """Whether another namespace waits than that which has everything in flight."""
-        return any(
-            namespace not in self.flows for h in self.waiting.values() for namespace in h.queues
-        )
+        return any(not h.queues.keys() <= self.flows.keys() for h in self.waiting.values())
 
     def _next_idle(
         self, now: float, home: Home, *, full: bool, by_write: bool = False
@@ -286,6 +280,8 @@ class Asker:
         """The next segment to ask `home` for; where its window, or the credit, is `full`, one of a
         namespace of which next to nothing is in flight, since others take it all. `by_write`: only
         if it comes by RDMA."""
+        if full and len(self.flows) == 1 and home.queues.keys() <= self.flows.keys():
+            return None  # it has taken it all itself
         held: set[int] = set()  # what they have to ask for waits for slots
         while len(held) < len(home.queues):
             waiting: Collection[int] = home.queues
@@ -324,22 +320,26 @@ class Asker:
             fetch = self._fetches.get(queue[0][0])
             queued = fetch is not None and fetch.queued_at == home.index
             if fetch is not None and queued and fetch.state is not FetchState.EXPECTING:
-                if by_write and not self._comes_by_write(now, fetch, home.index):
+                landing = self._landing_of(now, fetch, home)
+                if by_write and landing is None:
                     return None
                 waiting: list[int] = []
                 found: Segment | None = None
-                while fetch.idle and found is None:
+                while fetch.idle:
                     index = fetch.idle.popleft()
                     if index >= len(fetch.segments):  # a guess was too high
                         continue
                     segment = fetch.segments[index]
                     if segment.state is not SegmentState.IDLE:
                         continue
-                    if self._must_wait(now, fetch, index):
-                        waiting.append(index)
-                    else:
+                    if landing is None or self._claim(landing, fetch, segment):
                         found = segment
-                fetch.idle.extendleft(reversed(waiting))
+                        break
+                    waiting.append(index)
+                    if landing.full:
+                        break
+                if waiting:
+                    fetch.idle.extendleft(reversed(waiting))
                 if found is not None:
                     return fetch, found
                 if waiting:
@@ -598,14 +598,21 @@ class Asker:
                 gather_ms = max(gather_ms, auto_ms)
         counters.reads += 1
         fetch.report.reads += 1
+        if segment.state is SegmentState.IDLE:
+            if event is SegmentEvent.REPAIR:
+                self.let_slot_go(segment)
+        elif event is SegmentEvent.ASK:
+            landing = self._landing_of(now, fetch, self.homes[segment.home])
+            if landing is None:
+                self.let_slot_go(segment)
+            elif segment.place is None:
+                self._claim(landing, fetch, segment)
         segment.happen(now, event)
         segment.waits_at_switch = True
         segment.sent_at = now
         segment.gather_s = gather_ms / 1000
         if first_wave and gather_ms >= config.repeat_from_gather_ms:
             segment.repeat_at = now + segment.gather_s / 3
-        if event is SegmentEvent.ASK:
-            self._claim(now, fetch, segment)
         if event is SegmentEvent.ASK and segment.place is not None:
             # A repeat has the same tag, so what it is answered to cannot be told.
             segment.tag = -1 if flags & FLAG_RETRY else segment.place.tag

@@ -23,7 +23,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 from kvcast.native.linux import swap16
 from kvcast.native.subset import (
@@ -44,7 +44,6 @@ from kvcast.protocol.messages.roce import (
     ZONE_BYTES,
     ZONE_SLOTS,
     Place,
-    name_of,
 )
 
 _NO_SLOT: Final = ZONE_SLOTS
@@ -130,6 +129,36 @@ def _late(z: Zone, immediate: U64) -> None:
 
 
 @native
+def claim(z: Zone, number: U64, first: U64) -> None:
+    """A slot, which no segment has, is that segment's from now on; its name is no other's."""
+    for i in range(ZONE_SLOTS):
+        if z.slots[i].had != 0 and _is_of(first, z.slots[i].former):
+            z.slots[i].had = 0
+    slot = z.slots[number]
+    slot.came = 0
+    slot.untaken = 0
+    slot.ends = 0
+    slot.first = first
+    slot.claimed = 1
+    z.claimed[z.claimed_count] = number
+    z.claimed_count += 1
+
+
+@native
+def release(z: Zone, number: U64) -> None:
+    """It is no segment's any more, but known as that one's."""
+    slot = z.slots[number]
+    slot.former = slot.first
+    slot.had = 1
+    slot.claimed = 0
+    z.claimed_count -= 1
+    last = 0 + z.claimed[z.claimed_count]
+    for i in range(z.claimed_count):
+        if z.claimed[i] == number:
+            z.claimed[i] = last
+
+
+@native
 def land(z: Zone, at: U64, stride: U64, count: U64) -> None:
     """A card reports so many WRITEs: their immediates, in network order, lie from `at` on, so many
     bytes apart."""
@@ -160,10 +189,18 @@ _NATIVE_ZONE: Final = ctypes_of(Zone)
 assert _SLOT.size == ctypes.sizeof(_NATIVE_SLOT)
 
 
+class _Compiled(NamedTuple):
+    claim: Callable[[int, int, int], None]
+    release: Callable[[int, int], None]
+    land: Callable[[int, int, int, int], None]
+
+
 @cache
-def compiled() -> Callable[[int, int, int, int], None]:
-    """`land`; made, or read from the cache on disk, when first asked for."""
-    return Library(land).call(land)
+def compiled() -> _Compiled:
+    """The compiled functions; made, or read from the cache on disk, when first asked for."""
+    functions = (claim, release, land)
+    library = Library(*functions)
+    return _Compiled(*(library.call(function) for function in functions))
 
 
 @dataclass(slots=True)
@@ -181,13 +218,11 @@ class LandingCounters:
 
 
 # A slot, as words of 64 bits.
-_CAME, _UNTAKEN, _WANTED, _ENDS, _FIRST, _FORMER, _TOLD = range(7)
-_SET: Final = 1 << 32
-"""In _FIRST: it is claimed; in _FORMER: it is known."""
+_CAME, _UNTAKEN, _WANTED, _ENDS, _, _, _TOLD = range(7)
 _WORDS: Final = ctypes.sizeof(_NATIVE_SLOT) // 8
 assert _WORDS == _TOLD + 1
 assert _NATIVE_SLOT.ends.offset == 8 * _ENDS
-assert (_NATIVE_SLOT.claimed.offset, _NATIVE_SLOT.had.offset) == (8 * _FIRST + 4, 8 * _FORMER + 4)
+assert _NATIVE_SLOT.told.offset == 8 * _TOLD
 
 
 class Landing:
@@ -227,54 +262,39 @@ class Landing:
         view = memoryview(self._zone).cast("B")
         self._head = view[: _HEAD.size]
         self._told = view[_NATIVE_ZONE.told.offset : _NATIVE_ZONE.claimed.offset].cast("I")
-        self._claimed = view[_NATIVE_ZONE.claimed.offset : _NATIVE_ZONE.slots.offset].cast("I")
         self._slots = view[_NATIVE_ZONE.slots.offset :].cast("Q")
         self._owners: dict[int, tuple[Place, object]] = {}
         """By slot."""
-        self._by_name: dict[int, int] = {}
-        self._former_names: dict[int, int] = {}  # slot by name
+        self._names: set[int] = set()
+        """Of their places."""
         self._ending: set[int] = set()
 
     def claim(self, place: Place, owner: object) -> bool:
         """Let chunks of a segment come; False where it must wait for another's end."""
         if not self.can_claim(place):
             return False
-        slot, name = place.slot, place.name
-        former = self._former_names.pop(name, None)
-        if former is not None:
-            self._slots[former * _WORDS + _FORMER] = 0
-        words, at = self._slots, slot * _WORDS
-        words[at + _CAME] = words[at + _UNTAKEN] = words[at + _ENDS] = 0
-        words[at + _FIRST] = _SET | place.immediate(0)
-        self._claimed[len(self._owners)] = slot
-        self._owners[slot] = place, owner
-        self._by_name[name] = slot
-        self._zone.claimed_count = len(self._owners)
+        self._code.claim(self.address, place.slot, place.first)
+        self._owners[place.slot] = place, owner
+        self._names.add(place.name)
         return True
 
     def can_claim(self, place: Place) -> bool:
         """Whether `claim` would succeed."""
-        taken = place.slot in self._owners or place.name in self._by_name
-        return self.usable and not taken and len(self._owners) < self._most
+        taken = place.slot in self._owners or place.name in self._names
+        return self.usable and not taken and not self.full
+
+    @property
+    def full(self) -> bool:
+        """Whether as many segments are awaited as may be."""
+        return len(self._owners) >= self._most
 
     def release(self, place: Place) -> None:
         """A segment that has claimed its slot wants nothing more."""
-        slot, name = place.slot, place.name
-        mine, _ = self._owners[slot]
+        mine, _ = self._owners.pop(place.slot)
         assert mine == place
-        count = len(self._owners)
-        number = self._claimed[:count].tolist().index(slot)
-        self._claimed[number] = self._claimed[count - 1]
-        del self._owners[slot], self._by_name[name]
-        self._zone.claimed_count = count - 1
-        self._ending.discard(slot)
-        words, at = self._slots, slot * _WORDS
-        words[at + _FIRST] = 0
-        before = words[at + _FORMER]
-        if before:
-            self._former_names.pop(name_of(before ^ _SET), None)
-        words[at + _FORMER] = _SET | place.immediate(0)
-        self._former_names[name] = slot
+        self._names.remove(place.name)
+        self._ending.discard(place.slot)
+        self._code.release(self.address, place.slot)
 
     def await_end(self, place: Place, wanted: int, last: int) -> None:
         """The end of its answer is known: chunks of `wanted` still come, and `last`, a bit, is the
@@ -295,7 +315,7 @@ class Landing:
         came = array("I", immediates)
         came.byteswap()
         if came:
-            self._code(self.address, came.buffer_info()[0], came.itemsize, len(came))
+            self._code.land(self.address, came.buffer_info()[0], came.itemsize, len(came))
         return self.take_told()
 
     def take_told(self) -> list[object]:

@@ -309,6 +309,8 @@ class Requester:
                 self.counters.duplicates += arrived.frames
             else:
                 self._arrived(now, fetch, arrived)
+        if self._asker.landing is not None:
+            self._asker.landing.count()
         self._asker.more_comes = False
         self._asker.pump(now)
 
@@ -487,7 +489,6 @@ class Requester:
         asker.heard_at[source] = now
         fetch.homes.contributors.add(source)
         if flags & FLAG_WRITE and asker.landing is not None:
-            asker.landing.count()
             asker.landed_at[source] = now
             counters.data_by_write += new
             report.chunks_written += new

@@ -65,6 +65,12 @@ def add(pool: PoolSwitch, *entries: Entry) -> None:
         pool.add(entry.table, entry.key, entry.action, *entry.params)
 
 
+def another(**fields: int) -> roce.Place:
+    """The segment's place, but for these."""
+    same = {"namespace": NAMESPACE, "entry_index": PLACE.entry_index, "slot": PLACE.slot}
+    return roce.Place.of(**same | fields)
+
+
 def read(reader: int, *, place: roce.Place = PLACE, flags: int = 0, **fields: int) -> wire.Frame:
     fields.setdefault("wanted", wire.FULL_SEGMENT)
     return wire.Frame(
@@ -239,9 +245,9 @@ def test_a_reader_without_a_zone_gets_nothing_of_it(pool: PoolSwitch) -> None:
 def test_a_write_reaches_only_those_who_wait_for_its_place(pool: PoolSwitch, what: str) -> None:
     wait(pool, 2)
     other = {
-        "another namespace": PLACE._replace(namespace=NAMESPACE ^ 1),
-        "another index": PLACE._replace(entry_index=PLACE.entry_index ^ 0x8000),
-        "another slot": PLACE._replace(slot=PLACE.slot ^ 1),
+        "another namespace": another(namespace=NAMESPACE ^ 1),
+        "another index": another(entry_index=PLACE.entry_index ^ 0x8000),
+        "another slot": another(slot=PLACE.slot ^ 1),
     }[what]
     assert sent(pool, 1, write(1, other, 0, CHUNK)) == {}
     assert sorted(sent(pool, 1, write(1, PLACE, 0, CHUNK))) == [2]
@@ -251,7 +257,7 @@ def test_a_tenant_cannot_take_another_s_place(pool: PoolSwitch) -> None:
     """Not even by its tag: the namespace, which the port guard knows, is part of the entry."""
     for tenant in (NAMESPACE + 1, NAMESPACE + 2):
         add(pool, Entry("namespace_guard", (3, tenant), "allow"))
-        theirs = PLACE._replace(namespace=tenant)
+        theirs = another(namespace=tenant)
         assert ports(pool.send(3, 1, read(3, place=theirs))) == [1]
     flags = [out.frame.flags for out in pool.send(2, 1, read(2))]
     assert flags == [wire.FLAG_WRITE], "not SHARED, so not answered by RDMA"
@@ -262,8 +268,8 @@ def test_a_tenant_cannot_take_another_s_place(pool: PoolSwitch) -> None:
 def test_two_places_of_one_set_are_written_each_to_its_readers(pool: PoolSwitch) -> None:
     """Places that differ in their slot, and in the bit of the index that does not find the set."""
     for other in (
-        PLACE._replace(slot=PLACE.slot ^ 1),
-        PLACE._replace(entry_index=PLACE.entry_index ^ 0x8000),
+        another(slot=PLACE.slot ^ 1),
+        another(entry_index=PLACE.entry_index ^ 0x8000),
     ):
         wait(pool, 2)
         flags = [out.frame.flags for out in pool.send(3, 1, read(3, place=other))]
@@ -386,7 +392,7 @@ def test_a_late_write_reaches_who_waits_for_that_place_now(pool: PoolSwitch) -> 
     add(pool, Entry("namespace_guard", (3, NAMESPACE + 1), "allow"))
     wait(pool, 2)
     pool.now_us += 2_000_000
-    theirs = PLACE._replace(namespace=NAMESPACE + 1)
+    theirs = another(namespace=NAMESPACE + 1)
     pool.send(3, 1, read(3, place=theirs))
     assert pool.decided("expired") == 1
     assert sent(pool, 1, write(1, PLACE, 0, CHUNK)) == {}

@@ -803,7 +803,7 @@ def _written_not_verified() -> Any:
 @bug("a slot is given to a segment before the one that has it has ended", 0, 1, only=_writes)
 def _slot_given_twice() -> Any:
     def can_claim(self: Landing, place: Any) -> bool:
-        return self.usable and place.name not in self._by_name
+        return self.usable and place.name not in self._names
 
     return mock.patch.object(Landing, "can_claim", can_claim)
 

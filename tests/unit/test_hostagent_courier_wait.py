@@ -139,7 +139,7 @@ def test_the_end_of_a_block_is_told_of_at_once() -> None:
         for index in range(3):
             made.card.landing.release(made.reader.place(index))
         for slot in range(104, 112):
-            assert made.card.landing.claim(Place(0, slot, slot), slot)
+            assert made.card.landing.claim(Place.of(0, slot, slot), slot)
         made.come(3)
         made.driver.wait(None)
         assert made.told == [3]

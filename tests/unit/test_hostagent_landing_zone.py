@@ -15,7 +15,7 @@ from kvcast.protocol.messages.wire import Frame
 from kvcast.protocol.placement import Arrived
 from landing_card import BLOCK, CHUNK, DIGEST, HOME, HOME_IP, SIZE, Card, Reader
 
-PLACE = roce.Place(7, 0x1234, 99)
+PLACE = roce.Place.of(7, 0x1234, 99)
 
 
 @pytest.fixture

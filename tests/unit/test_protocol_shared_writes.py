@@ -26,7 +26,7 @@ STEP_S = 0.002
 
 
 def place(index: int, slot: int, namespace: int = 3) -> roce.Place:
-    return roce.Place(namespace, index, slot)
+    return roce.Place.of(namespace, index, slot)
 
 
 # --- the landing zone -------------------------------------------------------------------------
@@ -48,8 +48,8 @@ def test_a_slot_is_one_segment_s_at_a_time(memory: memoryview) -> None:
 
 def test_two_segments_that_cannot_be_told_apart_do_not_come_at_once(memory: memoryview) -> None:
     landing = Landing(memory)
-    one, other = place(0, 1), place(0, 0)._replace(entry_index=0)
-    other = roce.Place(one.namespace ^ (1 << 2), one.entry_index, 0)
+    one = place(0, 1)
+    other = roce.Place.of(one.namespace ^ (1 << 2), one.entry_index, 0)
     assert one.name == other.name
     assert landing.claim(one, 1)
     assert not landing.claim(other, 2)
