@@ -233,7 +233,6 @@ class Asker:
             if no_credit and len(self.flows) == 1 and not self._others_wait():
                 return
             index, home = next(iter(waiting.items()))
-            del waiting[index]
             full = no_credit or home.in_window >= self._window(now, home)
             turn = self._next_idle(now, home, full=full)
             if turn is None and full and not no_credit and self._has_slots(now, home):
@@ -245,8 +244,10 @@ class Asker:
                 blocked = 0
             elif home.queues:
                 blocked += 1
-            if home.queues:
-                waiting[index] = home
+            if not home.queues:
+                del waiting[index]
+            elif len(waiting) > 1:
+                waiting[index] = waiting.pop(index)  # behind the others
 
     def _window(self, now: float, home: Home) -> int:
         """How many segments may be in flight from `home`.

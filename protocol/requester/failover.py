@@ -159,7 +159,7 @@ class Candidates:
             )
         self.standing[home] = standing
         if standing is not before:
-            self.story.tell(now, "home", home, event, standing)
+            self.story.tell((now, "home", home, event, standing))
 
     def ask(self, now: float, home: int) -> None:
         """Go on at `home`."""

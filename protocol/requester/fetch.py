@@ -202,7 +202,7 @@ class Fetch:
                 f"fetch {self.id} is {self.state.name}: no {event.name}\n{self.story}"
             )
         self.state = state
-        self.story.tell(now, "fetch", self.id, event, state)
+        self.story.tell((now, "fetch", self.id, event, state))
 
     def start_reading(self, now: float) -> None:
         """Nothing is expected, or not any more."""

@@ -210,7 +210,7 @@ class Segment(Timer):
         self.state = state
         self.ask_at = inf
         self.repeat_at = inf
-        self.story.tell(now, "segment", self.index, event, state)
+        self.story.tell((now, "segment", self.index, event, state))
 
     def due_at(self, heard_at: float) -> float:
         """When to ask again for what the segment lacks; `heard_at`: when its home was last heard.

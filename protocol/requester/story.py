@@ -7,9 +7,9 @@ only when somebody reads it. Must not know: any state or event.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import IntEnum
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvcast.protocol.messages.wire import BlockId
 
@@ -22,21 +22,22 @@ class ImpossibleEventError(AssertionError):
     of ours."""
 
 
+_Entry: TypeAlias = tuple[float, str, int, IntEnum, IntEnum]
+"""When; what (a segment, a home), and its number; and the event since which it is in that state."""
+
+
 class Story:
     """What happened to one fetch, the last `STORY_ENTRIES` things of it."""
 
-    __slots__ = ("_entries", "block", "fetch_id", "outcome", "started_at")
+    __slots__ = ("_entries", "block", "fetch_id", "outcome", "started_at", "tell")
 
     def __init__(self, fetch_id: int, block: BlockId, started_at: float) -> None:
         self.fetch_id = fetch_id
         self.block = block
         self.started_at = started_at
         self.outcome = "in flight"
-        self._entries: deque[tuple[float, str, int, IntEnum, IntEnum]] = deque(maxlen=STORY_ENTRIES)
-
-    def tell(self, now: float, what: str, number: int, event: IntEnum, state: IntEnum) -> None:
-        """`what` (a segment, a home), of this `number`, is in `state` since `event`."""
-        self._entries.append((now, what, number, event, state))
+        self._entries: deque[_Entry] = deque(maxlen=STORY_ENTRIES)
+        self.tell: Callable[[_Entry], None] = self._entries.append
 
     def __len__(self) -> int:
         return len(self._entries)
