@@ -105,6 +105,7 @@ class ColdTier:
     `wake`, and when `get_timer` says so."""
 
     tier: Final = "cold"
+    is_shared: Final = True
 
     def __init__(
         self, rules: ColdRules, store: Store, memory: memoryview, cluster: str, epoch_s: float

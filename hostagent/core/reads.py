@@ -6,8 +6,9 @@ goes about its READs (`kvcast.protocol.requester`).
 
 A get of a block that lies here ends at once. One of a block that lies on this node's disk waits
 for that, unless it takes too long: then, and where the disk fails, it is asked for elsewhere, too.
-Else it joins the fetch of that block, or starts
-one at the block's other homes, in the map's order. A node that is itself the only home has
+Else it joins the fetch of that block, or starts one at the block's other homes, in the map's order.
+What lies in a store that all nodes share its homes read from there; others do so where no home has
+given it. A node that is itself the only home has
 nobody to ask; but the switch may hold the block, and a switch answers a READ whomever it is
 addressed to: so such a block is asked for at any other node, for no longer than
 `recall_probe_s`. That node is no home of the block, and might itself answer where no switch keeps
@@ -68,6 +69,10 @@ _STATUS_OF_MISS: Final = {
     MissReason.NO_MEMORY: local.NO_ROOM,
 }
 """All others are local.MISS, with the reason's value."""
+_WITHOUT_HOMES: Final = frozenset(
+    {MissReason.DEADLINE, MissReason.CANCELLED, MissReason.NO_MEMORY, MissReason.QUEUE_FULL}
+)
+"""Fetches end so whatever homes have."""
 
 
 MOST_EXPECT_WAITS: Final = 8
@@ -141,6 +146,8 @@ class _Fetch:
     """From which tier below; None = it is not asked yet."""
     for_later: bool = False
     """It goes on though nobody waits for it."""
+    asked_homes: bool = False
+    """It is read from a shared store since no home has given it."""
 
 
 class Source(Protocol):
@@ -151,6 +158,11 @@ class Source(Protocol):
 
     @property
     def patience_s(self) -> float: ...
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a block's homes can read it there as well."""
+        ...
 
     def holds(self, block: BlockId) -> bool: ...
 
@@ -423,17 +435,22 @@ class Reads:
         """Bring a block that lies on this node's disk to DRAM for another node; `then` is called
         once, when it is there, or is not to be waited for. False where it cannot be brought."""
         self._now = now
-        fetch = self._from_disk(now, block, now + self._options.keep_timeout_s)
+        deadline = now + self._options.keep_timeout_s
+        fetch = self._from_disk(now, block, deadline, for_another=True)
         if fetch is None or len(fetch.recallers) >= MAX_RECALLERS:
             return False
         fetch.recallers.append(then)
         self._read_disk(now, fetch)
         return True
 
-    def _from_disk(self, now: float, block: BlockId, deadline: float) -> _Fetch | None:
-        """The fetch of a block that lies on the disk; None where it does not, or its fetch goes
-        elsewhere already. To be followed by `_read_disk`."""
-        if not any(source.holds(block) for source in self.sources):
+    def _from_disk(
+        self, now: float, block: BlockId, deadline: float, *, for_another: bool = False
+    ) -> _Fetch | None:
+        """The fetch of a block that lies on the disk; None where it does not, its homes are to be
+        asked first (not `for_another` node, which has asked one), or its fetch goes elsewhere
+        already. To be followed by `_read_disk`."""
+        source = self._source_of(block)
+        if source is None or (source.is_shared and not for_another and self._others_read(block)):
             return None
         fetch = self._fetches.get(block)
         if fetch is None:
@@ -453,10 +470,33 @@ class Reads:
 
     def _read_disk(self, now: float, fetch: _Fetch) -> None:
         """Have a fetch's block read, unless it is already."""
-        if fetch.source is not None:
-            return
-        source = next(source for source in self.sources if source.holds(fetch.block))
-        self._read_source(now, fetch, source)
+        source = self._source_of(fetch.block)
+        if fetch.source is None and source is not None:
+            self._read_source(now, fetch, source)
+
+    def _source_of(self, block: BlockId) -> Source | None:
+        """The nearest tier below where a block lies."""
+        return next((source for source in self.sources if source.holds(block)), None)
+
+    def _others_read(self, block: BlockId) -> bool:
+        """Whether it is for others, its homes, to read a block from a store that all share."""
+        pool = self._outbox.pool
+        return pool is not None and not pool.is_home(block) and bool(pool.other_homes_of(block))
+
+    def _read_shared(self, now: float, fetch: _Fetch, reason: MissReason) -> bool:
+        """A fetch is over, for no home has given its block; whether that is read from where all
+        can read it, for those who wait."""
+        source = self._source_of(fetch.block)
+        if source is None or fetch.source is not None or reason in _WITHOUT_HOMES:
+            return False
+        if not self._is_wanted(fetch):
+            return False
+        self._reservations.end(fetch.block)
+        again = self._begin(fetch.block, fetch.deadline, fetch.started_at)
+        again.waiters, again.keeps, again.recallers = fetch.waiters, fetch.keeps, fetch.recallers
+        again.for_later, again.from_disk, again.asked_homes = fetch.for_later, True, True
+        self._read_source(now, again, source)
+        return True
 
     def _read_source(self, now: float, fetch: _Fetch, source: Source) -> None:
         fetch.source = source
@@ -472,7 +512,7 @@ class Reads:
 
         if not source.read(fetch.block, begin, ended):
             self._disk_ended(now, fetch, None, "not read", 0, 0.0)
-        elif fetch.from_disk:
+        elif fetch.from_disk and not fetch.asked_homes:
             self._timers.arm(_Patience(fetch), now + source.patience_s)
 
     def _source_after(self, fetch: _Fetch) -> Source | None:
@@ -516,7 +556,7 @@ class Reads:
     def _ask_elsewhere(self, now: float, fetch: _Fetch) -> None:
         """The disk did not give a block, or not in time: whoever waits for it has it from another
         home, if there is one."""
-        if fetch.waiters or fetch.keeps:
+        if (fetch.waiters or fetch.keeps) and not fetch.asked_homes:
             self._read(now, fetch)
         else:
             self._over(fetch.block)
@@ -711,8 +751,11 @@ class Reads:
                 self._fetched(now, event)
             elif isinstance(event, Missed):
                 fetch = self._over(event.block)
-                late = self._take_late(fetch) if event.reason is MissReason.NOT_FOUND else []
-                self._end_without(fetch, event.reason)
+                late: list[tuple[GetBatch, int]] = []
+                if not self._read_shared(now, fetch, event.reason):
+                    if event.reason is MissReason.NOT_FOUND:
+                        late = self._take_late(fetch)
+                    self._end_without(fetch, event.reason)
                 self._read_followers(now, fetch)
                 self._fetch_anew(now, event.block, late)
             elif isinstance(event, TryBulk):

@@ -297,6 +297,8 @@ class SsdTier:
     """See the module's description. It is the store's `Below`. `take_orders` is to be called after
     `wake`, and when `get_timer` says so."""
 
+    is_shared: Final = False
+
     def __init__(
         self,
         rules: SsdRules,

@@ -314,8 +314,10 @@ class SlowTier:
 
     patience_s = 0.3
 
-    def __init__(self, tier: str) -> None:
+    def __init__(self, tier: str, *, is_shared: bool = False) -> None:
         self.tier = tier
+        self.is_shared = is_shared
+        self.begin: Callable[[int], memoryview | None] = lambda _size: None
         self.ended: Callable[[float, str, int, float], None] | None = None
 
     def holds(self, block: BlockId) -> bool:
@@ -327,8 +329,15 @@ class SlowTier:
         begin: Callable[[int], memoryview | None],
         ended: Callable[[float, str, int, float], None],
     ) -> bool:
-        self.ended = ended
+        self.begin, self.ended = begin, ended
         return True
+
+    def give(self, now: float, data: bytes) -> None:
+        room = self.begin(len(data))
+        assert room is not None
+        assert self.ended is not None
+        room[:] = data
+        self.ended(now, "", digest_of(data), 0.0)
 
     def promoted(self, copy: Copy) -> None:
         pass
@@ -355,6 +364,68 @@ def test_a_block_that_neither_of_two_tiers_gives_in_time_is_asked_for_elsewhere_
     assert [reader.bytes_of(item) for item in items] == [b"from its home"]
     cold.ended(reader.now, "too late", 0, 0.0)
     assert reader.core.reads.waiting == 0
+
+
+def test_what_lies_where_all_can_read_it_is_asked_of_its_home() -> None:
+    reader, home, _ = pool_of([2])
+    home.hold(1, b"from its home")
+    cold = SlowTier("cold", is_shared=True)
+    reader.core.reads.sources.append(cold)
+    items = reader.get(1, deadline_s=5.0)
+    exchange(reader, home)
+    assert [reader.bytes_of(item) for item in items] == [b"from its home"]
+    assert cold.ended is None
+
+
+@pytest.mark.parametrize("how", ["get", "prefetch", "gone"])
+def test_what_no_home_has_is_read_where_all_can_read_it(how: str) -> None:
+    reader, home, _ = pool_of([2])
+    cold = SlowTier("cold", is_shared=True)
+    reader.core.reads.sources.append(cold)
+    items: list[GetItem] = []
+    if how == "prefetch":
+        reader.core.reads.prefetch(reader.now, 1, [key(1)], reader.now + 5.0)
+    else:
+        items = reader.get(1, deadline_s=5.0)
+    exchange(reader, home)
+    assert not items
+    assert cold.ended is not None
+    reader.now += 1.0  # past the patience with disks: nobody else is left to be asked
+    reader.core.handle_timer(reader.now)
+    assert reader.frames() == []
+    if how == "gone":
+        cold.ended(reader.now, "gone", 0, 0.0)
+        assert (items[0].status, items[0].reason) == (local.MISS, "not_found")
+    else:
+        cold.give(reader.now, b"stored")
+        assert reader.core.store.peek(BlockId(1, key(1))) is not None
+        assert [reader.bytes_of(item) for item in items] == [b"stored"] * (how == "get")
+    assert reader.core.reads.waiting == 0
+    assert reader.core.store.counters.no_room == 0
+
+
+def test_who_waits_no_more_has_nothing_read_where_all_can_read_it() -> None:
+    reader, _, _ = pool_of([2])
+    cold = SlowTier("cold", is_shared=True)
+    reader.core.reads.sources.append(cold)
+    items = reader.get(1, deadline_s=0.2)
+    reader.frames()
+    for _ in range(4):
+        reader.now += 0.1
+        reader.core.handle_timer(reader.now)
+        reader.frames()
+    assert items[0].reason == "deadline"
+    assert cold.ended is None
+
+
+def test_a_home_reads_what_it_has_not_where_all_can_read_it() -> None:
+    home, _, _ = pool_of([1, 2])
+    cold = SlowTier("cold", is_shared=True)
+    home.core.reads.sources.append(cold)
+    items = home.get(1, deadline_s=5.0)
+    assert home.frames() == []
+    cold.give(home.now, b"stored")
+    assert [home.bytes_of(item) for item in items] == [b"stored"]
 
 
 def test_no_room_for_a_block_is_said_and_leaves_nothing_behind() -> None:
