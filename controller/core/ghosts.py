@@ -7,10 +7,17 @@ is told, with its counts (`admission.HeatMap`).
 No one rule is best everywhere. `value` (reads counted, and fading) keeps what is read again and
 again; `recent` (the block not read for longest leaves first) is right where what is wanted moves
 on faster than counts fade, and where nearly all of it fits. So each rule's ghost hears what homes
-report and the switch counts, and is credited with what it would have answered: a block is let in
-after its first report, its next read fills, and the ones after that are answered. Credits fade
-with the reads heard. The rule in use stays until another one has clearly more. (Choosing by regret
-among experts: Vietri et al., "Driving Cache Replacement with ML-based LeCaR", HotStorage 2018.)
+report and the switch counts, and answers what it would have: a block is let in after its first
+report, its next read fills, and the ones after that are answered. (Rules tried on names alone and
+chosen by regret: Vietri et al., "Driving Cache Replacement with ML-based LeCaR", HotStorage 2018.)
+
+To change the rule costs reads: what the other one would hold must be filled first, and what is
+given up for that must be filled again on the way back. So the *lead*, what the other rule would
+have answered more since it last had none, less the share of reads that is not worth a change (the
+sum of Page, "Continuous Inspection Schemes", Biometrika 1954), must pay for the way there and back
+over the blocks in which both ghosts differ, as between two states of a metrical task system
+(Borodin, Linial, Saks, JACM 1992). Where both hold nearly the same, little is enough; where they do
+not, a burst that one of them happens to answer changes nothing.
 """
 
 from __future__ import annotations
@@ -39,13 +46,14 @@ class Standing:
     displaces: float
 
 
-FADE_READS = 256
-"""Reads of blocks heard after which credits have halved, or four times the slots if that is more:
-as many as it takes to see a rule fail."""
-CLEARLY = 1.1
-"""By so many times another rule's credits must be higher before it is followed,"""
-CLEARLY_READS = 12.0
-"""and by so many reads."""
+WORTH_IT = 0.02
+"""Of all reads, by how many the other rule must answer more to gain a lead."""
+THERE_AND_BACK = 0.6
+"""Reads of lead for each block that one ghost holds, filled, and the other does not."""
+AT_LEAST_READS = 16.0
+"""Of lead, before which the rule never changes,"""
+AT_MOST_READS = 48.0
+"""and at which it does, whatever the ghosts hold: much of that is wanted by nobody any more."""
 HEARD_A_SECOND = 500
 """Blocks that ghosts hear of in a second; of the rest none hears, which is the same for all."""
 
@@ -109,6 +117,10 @@ class _Ghost:
             self.free += self.kept.pop(name).slots
         return True
 
+    def filled_beyond(self, other: _Ghost) -> int:
+        """Blocks that this one would answer and the other does not hold."""
+        return sum(each.filled and name not in other.kept for name, each in self.kept.items())
+
     def forget(self, namespaces: frozenset[int]) -> None:
         for name in [name for name in self.kept if name.namespace in namespaces]:
             self.free += self.kept.pop(name).slots
@@ -119,11 +131,12 @@ class Ghosts:
 
     def __init__(self, slots: int) -> None:
         self.rule = Rule.VALUE
-        self.credits = dict.fromkeys(Rule, 0.0)
-        """Reads that each rule would have answered, faded."""
+        self.lead = 0.0
+        """Reads that the other rule would have answered more since it last had no lead."""
         self.changes = 0
         self._ghosts = {rule: _Ghost(slots) for rule in Rule}
-        self._fade = 0.5 ** (1 / max(FADE_READS, 4 * slots))
+        self._weighed = 0.0
+        """The lead at which the change was weighed last; it is again where there is one more."""
         self._second = -inf
         self._heard = 0
 
@@ -142,15 +155,24 @@ class Ghosts:
         self, block: BlockId, slots: int, reads: float, standings: dict[Rule, Standing]
     ) -> None:
         """A block of so many slots was read so many times, and then stood so."""
-        fade = self._fade**reads
-        for rule, ghost in self._ghosts.items():
-            answered = ghost.read(block, standings[rule], slots, reads)
-            self.credits[rule] = self.credits[rule] * fade + answered
-        best = max(Rule, key=self.credits.__getitem__)
-        ours = self.credits[self.rule]
-        if self.credits[best] > CLEARLY * ours and self.credits[best] > ours + CLEARLY_READS:
-            self.rule = best
-            self.changes += 1
+        other = Rule.RECENT if self.rule is Rule.VALUE else Rule.VALUE
+        ours = self._ghosts[self.rule].read(block, standings[self.rule], slots, reads)
+        theirs = self._ghosts[other].read(block, standings[other], slots, reads)
+        self.lead += theirs - ours - WORTH_IT * reads
+        if self.lead <= 0.0:
+            self.lead = self._weighed = 0.0
+        elif self.lead >= AT_LEAST_READS and self.lead >= self._weighed + 1:
+            self._weighed = self.lead
+            if self.lead >= self._cost():
+                self.rule = other
+                self.changes += 1
+                self.lead = self._weighed = 0.0
+
+    def _cost(self) -> float:
+        """Reads of lead that pay for a change of the rule."""
+        ours, theirs = self._ghosts.values()
+        apart = ours.filled_beyond(theirs) + theirs.filled_beyond(ours)
+        return min(AT_MOST_READS, THERE_AND_BACK * apart)
 
     def forget(self, namespaces: frozenset[int]) -> None:
         """Know nothing of these namespaces' blocks."""

@@ -7,6 +7,7 @@ Cannot see: how soon a real switch would be filled.
 from __future__ import annotations
 
 import random
+from math import inf
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,7 +102,7 @@ def test_what_moves_on_faster_than_counts_fade_is_ranked_by_when_it_was_read() -
             for place in range(8):
                 heard(tiers, burst * 8 + place, burst + turn / 4)
     assert tiers.ghosts.rule is tiers.heat.rule is Rule.RECENT
-    assert tiers.ghosts.credits[Rule.RECENT] > 2 * tiers.ghosts.credits[Rule.VALUE]
+    assert tiers.ghosts.changes == 1
 
 
 def test_what_is_read_again_and_again_between_strangers_is_ranked_by_value() -> None:
@@ -114,15 +115,55 @@ def test_what_is_read_again_and_again_between_strangers_is_ranked_by_value() -> 
     assert tiers.ghosts.changes == 1
 
 
-def test_a_little_more_is_no_reason_to_change() -> None:
-    mind = Ghosts(4)
-    mind.credits[Rule.VALUE], mind.credits[Rule.RECENT] = 100.0, 109.0
-    everywhere = dict.fromkeys(Rule, Standing(0.0, 0.0))
-    mind.read(block(1), 1, 0.0, everywhere)
-    assert mind.rule is Rule.VALUE
-    mind.credits[Rule.RECENT] = 116.0
-    mind.read(block(1), 1, 0.0, everywhere)
-    assert mind.rule is Rule.RECENT
+def apart(slots: int, blocks: int) -> Ghosts:
+    """Ghosts of which each holds so many blocks, filled, that the other does not."""
+    mind = Ghosts(slots)
+    for place, ghost in enumerate(mind._ghosts.values()):
+        for number in range(blocks):
+            for _ in range(2):
+                ghost.read(block(number + place * blocks), Standing(0.0, 0.0), 1, 1.0)
+    return mind
+
+
+def lead(mind: Ghosts, reads: float) -> None:
+    """Let the rule that is not in force answer so many reads more."""
+    other = Rule.RECENT if mind.rule is Rule.VALUE else Rule.VALUE
+    name = next(iter(mind._ghosts[other].kept))
+    within = dict.fromkeys(Rule, Standing(0.0, -inf))
+    mind.read(name, 1, reads / (1 - ghosts.WORTH_IT), within)
+
+
+def test_a_lead_must_pay_for_what_is_filled_anew_there_and_back() -> None:
+    cost = ghosts.THERE_AND_BACK * 2 * 20
+    assert ghosts.AT_LEAST_READS < cost < ghosts.AT_MOST_READS
+    mind = apart(20, 20)
+    lead(mind, cost - 2)
+    assert (mind.rule, mind.changes) == (Rule.VALUE, 0)
+    lead(mind, 3)
+    assert (mind.rule, mind.changes, mind.lead) == (Rule.RECENT, 1, 0.0)
+    lead(mind, cost - 2)
+    assert mind.rule is Rule.RECENT, "the way back is as dear"
+    lead(mind, 3)
+    assert (mind.rule, mind.changes) == (Rule.VALUE, 2)
+
+
+def test_ghosts_that_hold_nearly_the_same_change_soon_and_others_before_long() -> None:
+    alike, unlike = apart(1, 1), apart(500, 500)
+    for mind, reads in ((alike, ghosts.AT_LEAST_READS), (unlike, ghosts.AT_MOST_READS)):
+        lead(mind, reads - 1)
+        assert mind.rule is Rule.VALUE
+        lead(mind, 2)
+        assert mind.rule is Rule.RECENT
+
+
+def test_a_lead_ends_where_the_rule_in_force_answers_as_much_more() -> None:
+    mind = apart(1, 1)
+    everywhere = dict.fromkeys(Rule, Standing(0.0, -inf))
+    for _ in range(20):
+        lead(mind, ghosts.AT_LEAST_READS - 2)
+        mind.read(block(0), 1, ghosts.AT_LEAST_READS, everywhere)  # `value` holds it
+        assert mind.lead == 0.0
+    assert mind.changes == 0
 
 
 def test_ghosts_hear_of_so_many_blocks_a_second() -> None:

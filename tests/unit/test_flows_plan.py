@@ -142,6 +142,7 @@ RATIOS = (
     "value_over_reachable_optimum",
     "best_online_over_optimum",
     "value_over_best_as_a_switch_fills",
+    "value_over_best_told_as_late",
 )
 
 
@@ -229,6 +230,26 @@ def test_an_hour_of_many_hosts_is_simulated_in_slices() -> None:
     assert report["simulated_s"] == 40.0
     assert report["reads"] > 1000
     assert report["unsettled"] < 0.01
+
+
+def test_an_hour_that_was_not_simulated_whole_says_so() -> None:
+    lines = questions.chat_lines(60.0)
+    report = questions.scale(lines, hosts=64, seconds=40.0, slice_s=20.0, budget_s=1e-9)
+    assert (report["simulated_s"], report["extrapolated"]) == (20.0, True)
+    top = evaluate.headline({"scale": report})
+    assert top["seconds_simulated_of_the_hour_10k"] == 20.0
+    whole = questions.scale(lines, hosts=64, seconds=3600.0, slice_s=1800.0, budget_s=60.0)
+    assert (whole["simulated_s"], whole["extrapolated"]) == (3600.0, False)
+
+
+def test_each_stream_has_the_namespaces_that_are_its_own() -> None:
+    def row(namespace: int, thing: str, on: bool) -> dict[str, Any]:
+        return {"namespace": namespace, "thing": thing, "on": on}
+
+    first = [row(1, "gather", False), row(2, "gather", True)]
+    second = [*first, row(3, "gather", True), row(3, "reside", False)]
+    assert evaluate.turned_in(first, set()) == {"gather off": 1, "gather on": 1}
+    assert evaluate.turned_in(second, {1, 2}) == {"gather on": 1, "reside off": 1}
 
 
 def test_bystanders_write_what_is_read_and_ask_no_faster_than_a_small_machine_serves() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import combinations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.protocol.messages.wire import SEGMENT_BYTES
@@ -135,6 +136,21 @@ def test_a_block_that_is_let_in_answers_from_the_read_after_its_fill() -> None:
     hits = np.array([False, True, True, False, False, True, True])
     # The second fills; the third is answered. Block 0 is let in again by the fifth.
     assert residency.as_a_switch_fills(reads, hits).tolist() == [False] * 2 + [True] + [False] * 4
+
+
+@pytest.mark.skipif(not residency.others(), reason="libcachesim is not installed")
+def test_another_policy_hears_of_reads_when_the_controller_does() -> None:
+    lru, reads = residency.told_as_late("LRU"), stream([0] * 8, step_s=0.3)
+    # The third read raises a digest, which comes in before the fourth: that fills.
+    hits = lru(reads, SEGMENT_BYTES, residency.ControlLoop())
+    assert hits.tolist() == [False] * 4 + [True] * 4
+    deaf = residency.ControlLoop(heat_threshold=1000)  # the home reports at 1 s
+    assert lru(reads, SEGMENT_BYTES, deaf).tolist() == [False] * 5 + [True] * 3
+    # Block 1 has the room from 2.0625 s on; block 0 has it again from 4 s on, and 4.2 s fills it.
+    both = stream([0] * 5 + [1] * 7 + [0] * 8, step_s=0.3)
+    told = lru(both, SEGMENT_BYTES, deaf).tolist()
+    assert told[5:8] == [False] * 3
+    assert told[12:] == [False] * 3 + [True] * 5
 
 
 def test_a_block_is_heard_of_by_its_homes_report_or_by_a_digest_that_comes_before() -> None:
