@@ -370,7 +370,7 @@ def test_what_contradicts_itself_is_found(spoil: Callable[[Scene], None]) -> Non
 def test_a_story_keeps_the_last_things_that_happened() -> None:
     told = Story(7, BLOCK, 100.0)
     for step in range(5 * story.STORY_ENTRIES):
-        told.tell(100.0 + step, "segment", step, SegmentEvent.ASK, SegmentState.ASKED)
+        told.tell((100.0 + step, "segment", step, SegmentEvent.ASK, SegmentState.ASKED))
     assert len(told) == story.STORY_ENTRIES
     lines = str(told).splitlines()
     assert lines[0] == f"fetch 7 of 3/{BLOCK.key.hex()}: in flight"
