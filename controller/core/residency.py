@@ -57,6 +57,8 @@ class Residency:
     def __init__(self, slots: int, *, first_generation: int, drain_s: float) -> None:
         self.capacity = slots
         self.generation = first_generation
+        """The next to be given. By it the switch knows that what lies in a slot is not the last
+        holder's, so no slot may be given one that it had before."""
         self._drain_s = drain_s
         self.residents: dict[BlockId, Resident] = {}
         self._free: list[int] = list(range(slots - 1, -1, -1))
@@ -67,7 +69,9 @@ class Residency:
         """Take the slots as a former controller left them; returns how many could not be taken.
 
         Whether the switch still holds the entries does not matter: what it lacks is written again
-        under the same generation, since it lost the cells' validity with them.
+        under the same generation, since it lost the cells' validity with them. Which generation
+        the former controller gave last is not known, since whoever had it may have been evicted;
+        so new ones go on from `first_generation`, and not from the highest that is left.
         """
         lost = 0
         for s in saved:
@@ -80,11 +84,10 @@ class Residency:
                 continue
             self._free = [slot for slot in self._free if slot not in s.slots]
             self.residents[s.block] = Resident(**vars(s), admitted_at=now)
-            self.generation = max(self.generation, s.generation + 1)
         return lost
 
     def saved(self) -> list[SavedResident]:
-        """What `restore` needs, oldest generation first."""
+        """What `restore` needs, by generation."""
         return sorted(
             (
                 SavedResident(r.block, r.slots, r.generation, r.digest, r.size_bytes, r.pinned)
@@ -115,7 +118,7 @@ class Residency:
         resident = Resident(
             block, slots, self.generation, digest, size_bytes, pinned, admitted_at=now
         )
-        self.generation = min(self.generation + 1, MAX_GENERATION)
+        self.generation = self.generation % MAX_GENERATION + 1
         self.residents[block] = resident
         return resident
 

@@ -21,7 +21,7 @@ from kvcast.controller.core.admission import (
     ValueOptions,
     choose,
 )
-from kvcast.controller.core.residency import NoSlotsError, Residency
+from kvcast.controller.core.residency import MAX_GENERATION, NoSlotsError, Residency
 from kvcast.protocol.messages.wire import SEGMENT_BYTES, BlockId
 
 OPTIONS = ValueOptions(half_life_s=10.0, horizon_s=10.0, min_reads=0.9, margin=1.25, min_stay_s=5.0)
@@ -374,8 +374,31 @@ def test_a_restart_keeps_residents_slots_and_generations() -> None:
     after = residency()
     assert after.restore(before.saved(), 50.0) == 0
     assert after.saved() == before.saved()
-    assert after.generation == 102
     after.check()
+
+
+@pytest.mark.parametrize("first_generation", [1, 2**31])
+def test_a_slot_gets_no_generation_after_a_restart_that_a_block_had_which_is_gone(
+    first_generation: int,
+) -> None:
+    before = residency()
+    for number in (1, 2, 3):
+        before.admit(block(number), digest=7, size_bytes=10, pinned=False, now=0.0)
+    gone = before.evict(block(3))
+    after = Residency(4, first_generation=first_generation, drain_s=0.2)
+    assert after.restore(before.saved(), 50.0) == 0
+    again = after.admit(block(4), digest=8, size_bytes=10, pinned=False, now=50.0)
+    assert again.slots == gone.slots, "what lies there is still marked as that block's"
+    assert again.generation not in {gone.generation, *(s.generation for s in before.saved())}
+
+
+def test_after_the_last_generation_comes_the_first() -> None:
+    slots = Residency(3, first_generation=MAX_GENERATION - 1, drain_s=0.2)
+    given = [
+        slots.admit(block(number), digest=7, size_bytes=10, pinned=False, now=0.0).generation
+        for number in (1, 2, 3)
+    ]
+    assert given == [MAX_GENERATION - 1, MAX_GENERATION, 1]
 
 
 def test_a_saved_resident_that_does_not_fit_is_dropped() -> None:
