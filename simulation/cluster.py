@@ -149,6 +149,7 @@ class Cluster:
         self.model.known_zone = lambda ip, queue_pair: (
             (RDMA_TARGET, (ip, queue_pair)) in self.switch.holds.entries
         )
+        self.model.patience_s = self._patience_s
         fabric = Fabric(self.world)
         for number, host_plan in enumerate(plan.hosts, 1):
             options = HostOptions(
@@ -210,6 +211,13 @@ class Cluster:
 
     def _lost(self, _link: Link, frame: bytes, _kind: str) -> None:
         self.model.lost(frame)
+
+    def _patience_s(self, number: int, ip: int) -> float:
+        process = self.hosts[number].process
+        pool = process.core.pool if process is not None else None
+        if process is None or pool is None or ip not in pool.index_by_ip:
+            return 0.0
+        return process.core.requester.rto_s(pool.index_by_ip[ip])
 
     def sent(self, host: int, frame: bytes) -> None:
         self.model.sent(host, frame)

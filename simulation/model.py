@@ -67,8 +67,9 @@ LOSSES_COUNT_S: Final = 6.0
 """For so long a lost frame excuses the home's sending a segment again: longer than all time-outs
 of a requester together."""
 REPEAT_S: Final = 0.04
-"""A reader that asks again after so long does it because nothing came: less than its shortest
-time-out, more than the longest pause in which it repeats a READ for safety."""
+"""A reader that asks again after so long, or half of its time-out, does it because nothing came:
+less than its shortest time-out, more than the longest pause in which it repeats a READ for safety.
+Sooner, another of its gets may have taken the block over, which is no repetition."""
 GRACE_S: Final = 0.05
 """How late a get may end: less than any pause that its reader makes on purpose."""
 
@@ -205,6 +206,8 @@ class Model:
         """Whether the control plane has told the switch where a host is."""
         self.known_zone: Callable[[int, int], bool] = lambda _ip, _queue_pair: False
         """Whether the control plane has told the switch of a landing zone."""
+        self.patience_s: Callable[[int, int], float] = lambda _host, _ip: 0.0
+        """How long a host waits for an answer from an address before it takes it for lost."""
         self.dishonest: set[int] = set()
         self.delivered = 0
         self.delivered_by_tier: dict[str, int] = defaultdict(int)
@@ -681,7 +684,8 @@ class Model:
             asked_at, asked = window.read_at.get(port, (now, frame[30:34]))
             if (
                 asked == frame[30:34]
-                and now - max(asked_at, window.used_at) > REPEAT_S
+                and now - max(asked_at, window.used_at)
+                > max(REPEAT_S, self.patience_s(port, int.from_bytes(asked, "big")) / 2)
                 and self._waits_since(port, (seen.namespace, seen.key), asked_at)
             ):
                 raise ViolationError(

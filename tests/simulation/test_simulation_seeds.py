@@ -28,7 +28,7 @@ CLEAN_SEEDS = frozenset(range(1, 25))
 ONCE_FAILED = frozenset(
     {100439, 101615, 210318, 300972, 301550, 301628, 400206, 433284}
     | {440446, 443230, 443572, 443954, 446090, 770210, 781572, 781867}
-    | {800677, 820718, 825138, 830220, 1200157}
+    | {800677, 820718, 825138, 830220, 1200157, 1211983}
 )
 """What the product, or the simulation itself, once did wrong (docs/simulation.md)."""
 
