@@ -16,7 +16,6 @@ If the switch cannot be reached, the map is published all the same: agents go on
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -91,6 +90,8 @@ from kvcast.protocol.namespace_secrets import SECRET_BYTES, KeyDerivation
 
 MAX_CHUNK_BYTES = CHUNKINGS[-1].chunk_bytes
 MAX_COUNTERS = 256
+MAX_COUNT = 2.0**63
+"""Of an agent's counter: beyond it, sums and rates would be infinite before long."""
 MAX_HOT = 256
 MAX_NAMESPACES = 256
 """Of which a node's report says what it read."""
@@ -362,7 +363,7 @@ class Pool:
         counters = {
             name: value
             for name, value in message.counters.items()
-            if len(name) <= 64 and math.isfinite(value)
+            if len(name) <= 64 and abs(value) <= MAX_COUNT
         }
         if len(counters) != len(message.counters) or len(counters) > MAX_COUNTERS:
             self.counts["agent_counters_ignored"] += 1

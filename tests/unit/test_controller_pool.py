@@ -1077,6 +1077,18 @@ def test_reports_of_blocks_that_a_node_does_not_answer_for_make_nothing_hot() ->
     assert not any(driver.take(c, Keep) for c in (1, 2, 3))
 
 
+@pytest.mark.parametrize("total", [1e308, -1e308])
+def test_a_total_that_no_node_can_have_sent_leaves_the_pool_at_work(total: float) -> None:
+    driver, _, _ = hot_pool()
+    for sent in (0.0, total, 0.0):
+        counters = {"payload_bytes_sent_udp_total": sent, "payload_bytes_sent_bulk_total": sent}
+        driver.say(1, renew(counters=counters))
+        driver.round(0.5)
+        assert driver.pool.hot.load_of("node-1") == 0.0
+    driver.pool.worth(driver.now)
+    assert driver.pool.counts["agent_counters_ignored"] == 1
+
+
 def test_a_node_that_comes_back_hears_of_replicas_and_loads() -> None:
     driver, block, home = hot_pool()
     be_hot(driver, block, home, 5)
