@@ -544,12 +544,21 @@ class Pool:
                 place_ = action.params[0] - program.PORT_SET_BASE
                 if isinstance(bits, int):
                     self.multicast_groups.adopt(bits, place_)
-        slots = [
-            action.params[0]
-            for (table, _), action in actual.entries.items()
-            if table == program.RESIDENT and action.params
-        ]
-        self.tiers.residency.foreign(slots)
+        ours = {
+            entry: action.params[0]
+            for resident in self.tiers.residency.residents.values()
+            for entry, action in program.resident_entries(resident).items()
+        }
+        self.tiers.found_in_use(
+            {
+                action.params[0]
+                for entry, action in actual.entries.items()
+                if entry[0] == program.RESIDENT
+                and action.params
+                and ours.get(entry) != action.params[0]
+            },
+            self._now,
+        )
 
     def heat(self, samples: Iterable[HeatSample], now: float) -> None:
         """Heat digests of the switch."""

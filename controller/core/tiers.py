@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvcast.controller.core.admission import (
@@ -230,6 +230,16 @@ class Tiers:
         bar_s = min(max(2 * bar_s, WRONG_BAR_S), WRONGEST_BAR_S)
         self._barred[block] = now + bar_s, bar_s
         self._evict(resident, f"a reader got it wrong from here: out for {bar_s:g} s", now)
+
+    def found_in_use(self, slots: Collection[int], now: float) -> None:
+        """The switch was found to hold other segments in these slots than we would: what another
+        controller, or we ourselves after the last state that was saved, gave them. Whoever has them
+        here gives them up, since until those entries have gone the two would fill and serve the
+        same cells."""
+        for resident in list(self.residency.residents.values()):
+            if not set(slots).isdisjoint(resident.slots):
+                self._evict(resident, "the switch has another block in its slots", now)
+        self.residency.foreign(slots)
 
     def _is_barred(self, block: BlockId, now: float) -> bool:
         return block in self._barred and now < self._barred[block][0]

@@ -756,6 +756,36 @@ def test_other_bytes_at_the_home_end_the_residency_and_the_new_ones_are_admitted
     assert "its home holds other bytes now" in reasons
 
 
+def test_a_slot_in_which_the_switch_has_another_block_is_given_up_until_that_has_left() -> None:
+    """A controller comes back with what it knew, after another has worked in between."""
+    driver, namespace = resident_driver()
+    old, new = BlockId(namespace, key(1)), BlockId(namespace, key(2))
+    admit(driver, old)
+    (slot,) = driver.pool.tiers.residency.residents[old].slots
+    saved = driver.pool.saved()
+    assert driver.switch is not None
+
+    driver.pool.tiers.forget([namespace], driver.now, "another controller knows nothing of it")
+    driver.round()
+    driver.round(1.0)
+    driver.renew_all()
+    admit(driver, new)
+    assert driver.pool.tiers.residency.residents[new].slots == (slot,)
+
+    restarted = Driver(saved=saved)
+    restarted.switch = driver.switch
+    restarted.pool.found(restarted.switch)
+    restarted.join(1, 2, 3)
+    resident = [match for table, match in driver.switch.entries if table == "resident"]
+    assert resident == [], "no two blocks ever share a slot"
+    assert restarted.pool.tiers.residency.coming_free == 1
+    restarted.round(1.0)
+    restarted.renew_all()
+    admit(restarted, old)
+    reasons = [d["reason"] for d in restarted.pool.decisions(restarted.now)]
+    assert "the switch has another block in its slots" in reasons
+
+
 def test_a_pinned_block_enters_without_heat_stays_and_leaves_when_unpinned() -> None:
     driver, namespace = resident_driver(dataclasses.replace(OPTIONS, admit=AdmitMode.PIN))
     block = BlockId(namespace, key(3))
