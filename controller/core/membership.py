@@ -306,6 +306,13 @@ class Membership:
             if node.live:
                 node.lease_until += seconds
 
+    def await_all(self, now: float) -> None:
+        """Nobody is listened to now: whoever lives has two leases from now on to be heard again, as
+        after a restart."""
+        for node in self.nodes.values():
+            if node.live:
+                node.lease_until = now + 2 * self._lease_s
+
     def disconnected(self, node: Node, connection: int) -> None:
         """The node's connection is gone; its lease runs on."""
         if node.connection == connection:

@@ -130,6 +130,8 @@ class ControlLoop:
     async def round(self) -> None:
         """What is due, the tick if it is time, and then the switch and the agents."""
         started = self.clock()
+        if self.is_backup:  # the nodes speak to the primary, and may have to come back to us
+            self.pool.membership.await_all(started)
         self._do(self.pool.advance(started))
         if started >= self._ticked_at + self.tick_s:  # as in `next_round_at`, or it may never be
             self._ticked_at = started

@@ -7,10 +7,13 @@ and agents (the integration tests have both).
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import json
+from collections.abc import Sequence
 from typing import Any, TypeVar
+from unittest import mock
 
 import msgspec
 import pytest
@@ -22,7 +25,7 @@ from kvcast.controller.core.admission import ValueOptions
 from kvcast.controller.core.membership import DrainError
 from kvcast.controller.core.namespaces import Namespaces, TenantRules, number_of
 from kvcast.controller.core.pool import Close, Pool, PoolOptions, SavedState, Send
-from kvcast.controller.core.reconcile import SwitchState, apply, diff
+from kvcast.controller.core.reconcile import Change, SwitchState, apply, diff
 from kvcast.controller.core.tiers import AdmitMode, HeatSample, PinError
 from kvcast.controller.switch.control_loop import ControlLoop
 from kvcast.protocol.messages.control import (
@@ -1419,3 +1422,64 @@ def test_heat_wakes_the_controller_but_a_flood_of_it_not_without_a_pause() -> No
     before = len(woken)
     loop.heat([])
     assert len(woken) == before > 1
+
+
+class FakeSwitch:
+    """A switch that does at once what it is told, while this controller is its primary."""
+
+    connected = True
+    primary_id = 20
+
+    def __init__(self, holds: SwitchState) -> None:
+        self.holds = holds
+        self.mirror: SwitchState | None = None
+        self.primary = False
+
+    async def read(self) -> SwitchState:
+        self.mirror = self.holds
+        return self.holds.copy()
+
+    async def write(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            apply(self.holds, change)
+
+    async def table_counters(self, _table: str) -> dict[int, int]:
+        return {}
+
+    async def indexed_counters(self, _counter: str) -> dict[int, int]:
+        return {}
+
+
+def test_a_backup_that_takes_over_gives_the_nodes_that_it_knows_time_to_come() -> None:
+    """While it was a backup they spoke to another, so their silence means nothing."""
+    driver = Driver()
+    driver.join(1, 2, 3)
+    assert driver.switch is not None
+    before = driver.switch.copy()
+    switch, now = FakeSwitch(driver.switch), [0.0]
+    backup = Driver(saved=driver.pool.saved())
+    loop = ControlLoop(
+        backup.pool,
+        state=mock.Mock(),
+        tick_s=0.5,
+        clock=lambda: now[0],
+        wake=lambda: None,
+        on_settled=lambda: None,
+    )
+    loop.use(switch, mock.Mock())
+
+    def rounds(seconds: float) -> None:
+        for _ in range(int(2 * seconds)):
+            now[0] += 0.5
+            asyncio.run(loop.round())
+
+    rounds(60)
+    switch.primary = True
+    loop.switch_changed()
+    rounds(1)
+    assert switch.holds.entries == before.entries, "nobody is cut off who is well"
+    loop.received(1, register(1))
+    for _ in range(6):
+        loop.received(1, renew())
+        rounds(1)
+    assert {match[1] for table, match in switch.holds.entries if table == "bucket_home"} == {1}
