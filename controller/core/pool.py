@@ -501,6 +501,8 @@ class Pool:
         known = frozenset(self.membership.nodes)
         at = 0
         try:
+            if not self._may_use(message.namespace, node.node_id):
+                raise NamespaceError(f"namespace {message.namespace} is not for {node.node_id}")
             if message.at is None:
                 group, made = self.namespaces.group(message.namespace, message.nodes, known)
             else:
@@ -518,8 +520,6 @@ class Pool:
     ) -> tuple[Group | None, int, bool]:
         if message.nodes:
             raise NamespaceError("a company is of whoever comes, and of no nodes that are named")
-        if not self._may_use(message.namespace, node.node_id):
-            raise NamespaceError(f"namespace {message.namespace} is not for {node.node_id}")
         if not self.options.settings.enabled:  # nobody would send an answer to all of them
             return None, at, False
         return self.companies.join(now, message.namespace, node.node_id, at)

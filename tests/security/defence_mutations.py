@@ -1946,11 +1946,14 @@ def _group_of_foreign_nodes() -> AbstractContextManager[object]:
 
 
 @mutation(
-    "a node that may not use a namespace finds its readers",
-    {GROUPS: ["test_a_company_is_bounded_and_of_those_who_may_read"]},
+    "a node that may not use a namespace finds its readers, and makes its groups",
+    {
+        GROUPS: ["test_a_company_is_bounded_and_of_those_who_may_read"],
+        NAMES: ["test_a_node_makes_no_groups_in_a_namespace_that_it_may_not_use"],
+    },
     errors=["IndexError"],
 )
-def _company_of_strangers() -> AbstractContextManager[object]:
+def _groups_of_strangers() -> AbstractContextManager[object]:
     return mock.patch("kvcast.controller.core.pool.Pool._may_use", return_value=True)
 
 

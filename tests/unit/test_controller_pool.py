@@ -361,6 +361,15 @@ def test_a_group_takes_only_nodes_that_may_use_its_namespace() -> None:
     assert driver.take(1, GroupReply)[0].request == 2
 
 
+def test_a_node_makes_no_groups_in_a_namespace_that_it_may_not_use() -> None:
+    rules = TenantRules({"t": frozenset({"node-1", "node-2"})})
+    driver, namespace = resident_driver(dataclasses.replace(OPTIONS, tenants=rules))
+    for nodes in (["node-1"], ["node-2"], ["node-1", "node-2"]):
+        driver.say(3, GroupRequest(1, namespace, nodes))
+        assert "is not for node-3" in driver.take(3, Refused)[0].reason
+    assert not driver.pool.namespaces.groups, "there is room for those of its own nodes"
+
+
 def company(driver: Driver, connection: int, namespace: int, at: int = 0) -> GroupInfo | None:
     """A node says that it reads the namespace, and is so far; what it is told, if it is."""
     driver.say(connection, GroupRequest(7, namespace, [], at))
