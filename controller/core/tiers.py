@@ -291,7 +291,7 @@ class Tiers:
         if description is not None and description.size_bytes is None:
             del self._described[block]
         if resident := self.residency.residents.get(block):
-            resident.pinned = True
+            resident.pinned, resident.leaving = True, False
 
     def forget(self, namespaces: Iterable[int], now: float, reason: str) -> None:
         """Have nothing of these namespaces in the switch."""
@@ -476,9 +476,6 @@ class Tiers:
         """Ask the next home to keep a leaving block; let it go when all were asked."""
         resident = self.residency.residents.get(block)
         if resident is None or not resident.leaving:
-            return []
-        if resident.pinned:
-            resident.leaving = False
             return []
         homes = self._homes(block)
         if attempt >= KEEP_ATTEMPTS or not homes:

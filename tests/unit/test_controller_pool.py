@@ -642,6 +642,24 @@ def test_a_displaced_block_of_value_is_kept_by_its_home_before_its_slot_is_taken
     assert driver.pool.tiers.counts["kept"] == 1
 
 
+def test_a_block_that_is_pinned_while_its_home_is_asked_to_keep_it_stays() -> None:
+    driver, namespace = resident_driver(dataclasses.replace(OPTIONS, slots=1))
+    old, new = BlockId(namespace, key(1)), BlockId(namespace, key(9))
+    admit(driver, old, reads=20)
+    heat(driver, new, 400)
+    driver.round()
+    driver.describe_all({new: (SEGMENT_BYTES, 9)})
+    driver.round()
+    home = driver.home_of(old)
+    (keep,) = driver.take(home, Keep)
+    driver.pool.tiers.pin(old)
+    driver.say(home, Kept(keep.request, *old, held=True))
+    for _ in range(3):
+        driver.round(1.0)
+        assert set(driver.pool.tiers.residency.residents) == {old}
+        driver.renew_all()
+
+
 def test_a_home_that_will_not_keep_it_is_asked_a_bounded_number_of_times() -> None:
     driver, namespace = resident_driver()
     for n in range(4):
