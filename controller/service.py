@@ -239,8 +239,10 @@ class ControllerService:
         pool = self._pool
         if block.namespace not in pool.namespaces.by_number:
             raise HttpError(404, f"namespace {block.namespace} does not exist")
-        if not pool.may_be_resident(block.namespace):
-            raise HttpError(409, f"namespace {block.namespace} may not be in the switch (media)")
+        if not pool.may_be_pinned(block.namespace):
+            raise HttpError(
+                409, f"namespace {block.namespace} may not be in the switch (media, residence)"
+            )
         if not pool.options.settings.enabled:
             raise HttpError(409, "the switch is used as a plain switch (--plain)")
         self._refuse_backup()

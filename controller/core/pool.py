@@ -240,6 +240,7 @@ class Pool:
             self._homes,
             refresh_s=options.refresh_s,
             may_hold=lambda n: self.may_be_resident(n) and self.adaptive.resides(n),
+            may_pin=self.may_be_pinned,
         )
         self.tiers.pins.update(saved.pins)
         self.hot = HotReplicas(
@@ -469,7 +470,7 @@ class Pool:
         self._map_changed = True
         if not settings.allows("switch"):
             self.tiers.forget((namespace,), now, "the namespace may not be in the switch")
-        elif not self.adaptive.resides(namespace):
+        elif not self.may_be_pinned(namespace):
             self.tiers.forget((namespace,), now, "an operator turned residence off")
         return info
 
@@ -494,6 +495,12 @@ class Pool:
         """Whether a namespace's blocks may be in the switch."""
         info = self.namespaces.by_number.get(namespace)
         return info is not None and info.settings.allows("switch")
+
+    def may_be_pinned(self, namespace: int) -> bool:
+        """Whether a namespace's blocks may be in the switch for an operator's sake, even where that
+        does not pay."""
+        said = self._settings_of(namespace)
+        return said is not None and said.allows("switch") and said.residence != "off"
 
     def _group(
         self, connection: int, message: GroupRequest, node: Node, now: float
@@ -632,11 +639,12 @@ class Pool:
             on = self.adaptive.gathers(namespace)
             if thing == "residence":
                 on = self.adaptive.resides(namespace)
-                if not on:
-                    out += self.tiers.let_go(namespace, "residence does not pay here", now)
             else:
                 self._map_changed = True
             self.counts[f"{thing}_turned_{'on' if on else 'off'}"] += 1
+        for namespace in sorted({b.namespace for b in self.tiers.residency.residents}):
+            if not self.adaptive.resides(namespace):
+                out += self.tiers.let_go(namespace, "residence does not pay here", now)
         return out
 
     def next_deadline(self) -> float | None:

@@ -119,9 +119,12 @@ class Tiers:
         *,
         refresh_s: float,
         may_hold: Callable[[int], bool] = lambda _namespace: True,
+        may_pin: Callable[[int], bool] = lambda _namespace: True,
     ) -> None:
-        """`may_hold`: whether a namespace's blocks may be in the switch."""
+        """`may_hold`: whether a namespace's blocks may be in the switch; `may_pin`: or those of
+        them that an operator has pinned."""
         self._may_hold = may_hold
+        self._may_pin = may_pin
         self.mode = mode
         self.residency = residency
         self.options = options
@@ -366,7 +369,8 @@ class Tiers:
         allowed = [
             block
             for block in wanted
-            if self._may_hold(block.namespace) and not self._is_barred(block, now)
+            if (self._may_pin if block in self.pins else self._may_hold)(block.namespace)
+            and not self._is_barred(block, now)
         ]
         return allowed[: 4 * DESCRIBE_BATCH]
 

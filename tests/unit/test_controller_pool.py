@@ -1195,6 +1195,39 @@ def test_what_does_not_pay_is_turned_off_told_and_shown() -> None:
     assert driver.take(1, PoolMap)[-1].alone == []
 
 
+def test_what_is_pinned_is_in_the_switch_whether_or_not_that_pays() -> None:
+    driver = Driver(dataclasses.replace(OPTIONS, lease_s=1e6))
+    driver.join(1, 2, 3)
+    namespace = driver.namespace()
+    block, other = BlockId(namespace, key(1)), BlockId(namespace, key(2))
+    for number in range(20):
+        driver.say(1, renew(reads=[NamespaceReads(namespace, number * 50, 0, 0)]))
+        driver.round(1.0)
+    residents = driver.pool.tiers.residency.residents
+    assert not driver.pool.adaptive.resides(namespace)
+
+    def is_resident() -> bool:
+        driver.round(1.0)
+        driver.describe_all({block: (65536, 7), other: (65536, 7)})
+        driver.round()
+        return block in residents
+
+    driver.pool.tiers.pin(block)
+    assert is_resident(), "an operator wants it there"
+    driver.pool.configure_namespace(namespace, NamespaceSettings(weight=2.0), driver.now)
+    assert is_resident(), "nobody has said otherwise"
+    driver.pool.configure_namespace(namespace, NamespaceSettings(residence="on"), driver.now)
+    admit(driver, other)
+    driver.pool.configure_namespace(namespace, NamespaceSettings(), driver.now)
+    for _ in range(7):  # no home says that it keeps it
+        driver.round(1.0)
+    assert (is_resident(), other in residents) == (True, False)
+    driver.pool.configure_namespace(namespace, NamespaceSettings(residence="off"), driver.now)
+    assert (is_resident(), driver.pool.tiers.pins) == (False, set())
+    driver.pool.tiers.pin(block)
+    assert not is_resident()
+
+
 def test_a_pool_that_does_not_adapt_leaves_all_on() -> None:
     driver = Driver(dataclasses.replace(OPTIONS, adaptive=AdaptiveOptions(enabled=False)))
     driver.join(1, 2)
