@@ -15,8 +15,9 @@ A node is *live* while its lease runs, and *placed* while buckets may name it:
 | is to be drained                 | yes  | until others have its blocks (`settle`)     |
 
 Where placed nodes hold blocks, a node that comes is *joining* first: it is among the `coming`, who
-will be placed when they have been handed what is theirs (`settle`). A node that is to be *drained*
-is placed until then, and not among the coming.
+will be placed when they have been handed what is theirs (`settle`); one that begins another
+incarnation meanwhile comes anew. A node that is to be *drained* is placed until then, and not among
+the coming.
 
 So a node that comes and goes moves its buckets away once, and back only when it is stable. A dead
 node stays known (its forwarding stays, its index stays) until its address is wanted by another
@@ -267,6 +268,10 @@ class Membership:
             if node.incarnation != message.incarnation:
                 changed |= node.draining and node.placed
                 node.draining = False
+                if node.joining:
+                    # What it was handed is gone. A map without it, and the others begin anew.
+                    node.joining, node.live_since = False, now
+                    changed = True
             node.incarnation = message.incarnation
             node.address = address
         if not node.live:

@@ -1422,6 +1422,25 @@ def test_draining_can_be_undone_and_ends_with_another_incarnation() -> None:
     assert driver.pool.membership.nodes["node-1"].joining
 
 
+def test_a_node_that_starts_anew_while_it_joins_is_handed_all_of_it_again() -> None:
+    driver = holding_pool()
+    driver.join(3)
+    before = last_map(driver)
+    hand_over(driver, 1, 2)
+    driver.pool.disconnected(3)
+    driver.say(3, register(3, incarnation=2))  # within its lease, and with nothing
+    driver.round()
+    between = last_map(driver)
+    assert [homes[:1] for homes in before.buckets] == between.buckets, "whom nobody has blocks for"
+    driver.round(OPTIONS.rebalance_after_s)
+    again = last_map(driver)
+    assert (again.settled, again.buckets) == (1, before.buckets)
+    hand_over(driver, 3)
+    assert not driver.take(1, PoolMap), "what the others have handed over before is gone"
+    hand_over(driver, 1, 2)
+    assert last_map(driver).settled == 0
+
+
 def test_a_node_that_dies_while_blocks_are_handed_over_is_not_waited_for() -> None:
     driver = holding_pool()
     driver.join(3)
