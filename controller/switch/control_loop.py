@@ -113,6 +113,8 @@ class ControlLoop:
         self._ticked_at = 0.0
         self._lost_at: float | None = self.rounded_at
         """Since when the switch has not been writable; None while it is."""
+        self._was_refused = False
+        """Whether the switch would not take what it was written last."""
 
     def use(self, switch: SwitchPort, agents: AgentsPort) -> None:
         """Work with these, which may have been made with this object's methods as callbacks."""
@@ -230,7 +232,11 @@ class ControlLoop:
             return
         self._held = None
         changes = diff(self.switch.mirror, plan.desired)
-        self.programmed = await self._wrote(changes.upserts)
+        # A table may be too small for what is there and what comes. Agents have been told by now,
+        # so nothing speaks for that order any more.
+        first = changes.deletes if self._was_refused else ()
+        self.programmed = await self._wrote([*first, *changes.upserts])
+        self._was_refused = not self.programmed and self.switch.primary
 
     async def _clean_up(self, plan: Plan) -> None:
         """Delete what should not be; then the switch holds exactly the plan."""

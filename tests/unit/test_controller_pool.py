@@ -24,10 +24,10 @@ from kvcast.controller.core.adaptive import AdaptiveOptions
 from kvcast.controller.core.admission import ValueOptions
 from kvcast.controller.core.membership import DrainError
 from kvcast.controller.core.namespaces import Namespaces, TenantRules, number_of
-from kvcast.controller.core.pool import Close, Pool, PoolOptions, SavedState, Send
-from kvcast.controller.core.reconcile import Change, SwitchState, apply, diff
+from kvcast.controller.core.pool import GUARD_ENTRIES, Close, Pool, PoolOptions, SavedState, Send
+from kvcast.controller.core.reconcile import Change, MatchValue, SwitchState, Verb, apply, diff
 from kvcast.controller.core.tiers import AdmitMode, HeatSample, PinError
-from kvcast.controller.switch.control_loop import ControlLoop
+from kvcast.controller.switch.control_loop import ControlLoop, SwitchError
 from kvcast.protocol.messages.control import (
     AT_END,
     CONTROL_PROTOCOL_VERSION,
@@ -1504,23 +1504,37 @@ def test_heat_wakes_the_controller_but_a_flood_of_it_not_without_a_pause() -> No
 
 
 class FakeSwitch:
-    """A switch that does at once what it is told, while this controller is its primary."""
+    """A switch that does at once what it is told, while this controller is its primary, as far as
+    its guard has room."""
 
     connected = True
     primary_id = 20
 
     def __init__(self, holds: SwitchState) -> None:
         self.holds = holds
+        self.guard_entries = GUARD_ENTRIES
         self.mirror: SwitchState | None = None
         self.primary = False
+
+    def guard(self) -> set[tuple[MatchValue, ...]]:
+        """Buckets, and ports that may answer for them."""
+        return {match for table, match in self.holds.entries if table == program.BUCKET_HOME}
 
     async def read(self) -> SwitchState:
         self.mirror = self.holds
         return self.holds.copy()
 
     async def write(self, changes: Sequence[Change]) -> None:
+        refused = 0
         for change in changes:
+            is_new = change.kind == program.BUCKET_HOME and change.verb is Verb.INSERT
+            if is_new and len(self.guard()) >= self.guard_entries:
+                refused += 1
+                continue
             apply(self.holds, change)
+        if refused:
+            self.mirror = None
+            raise SwitchError(f"RESOURCE_EXHAUSTED: {refused} updates failed")
 
     async def table_counters(self, _table: str) -> dict[int, int]:
         return {}
@@ -1529,36 +1543,59 @@ class FakeSwitch:
         return {}
 
 
+class Looped:
+    """A pool with its control loop, and a switch."""
+
+    def __init__(self, pool: Pool, switch: FakeSwitch) -> None:
+        self.now = 0.0
+        self.loop = ControlLoop(
+            pool,
+            state=mock.Mock(),
+            tick_s=0.5,
+            clock=lambda: self.now,
+            wake=lambda: None,
+            on_settled=lambda: None,
+        )
+        self.loop.use(switch, mock.Mock())
+
+    def rounds(self, seconds: float, *, alive: Sequence[int] = ()) -> None:
+        """Rounds, before each of which these say that they live."""
+        for _ in range(int(2 * seconds)):
+            self.now += 0.5
+            for connection in alive:
+                self.loop.received(connection, renew())
+            asyncio.run(self.loop.round())
+
+
 def test_a_backup_that_takes_over_gives_the_nodes_that_it_knows_time_to_come() -> None:
     """While it was a backup they spoke to another, so their silence means nothing."""
     driver = Driver()
     driver.join(1, 2, 3)
     assert driver.switch is not None
     before = driver.switch.copy()
-    switch, now = FakeSwitch(driver.switch), [0.0]
-    backup = Driver(saved=driver.pool.saved())
-    loop = ControlLoop(
-        backup.pool,
-        state=mock.Mock(),
-        tick_s=0.5,
-        clock=lambda: now[0],
-        wake=lambda: None,
-        on_settled=lambda: None,
-    )
-    loop.use(switch, mock.Mock())
-
-    def rounds(seconds: float) -> None:
-        for _ in range(int(2 * seconds)):
-            now[0] += 0.5
-            asyncio.run(loop.round())
-
-    rounds(60)
+    switch = FakeSwitch(driver.switch)
+    backup = Looped(Driver(saved=driver.pool.saved()).pool, switch)
+    backup.rounds(60)
     switch.primary = True
-    loop.switch_changed()
-    rounds(1)
+    backup.loop.switch_changed()
+    backup.rounds(1)
     assert switch.holds.entries == before.entries, "nobody is cut off who is well"
-    loop.received(1, register(1))
-    for _ in range(6):
-        loop.received(1, renew())
-        rounds(1)
-    assert {match[1] for table, match in switch.holds.entries if table == "bucket_home"} == {1}
+    backup.loop.received(1, register(1))
+    backup.rounds(6, alive=[1])
+    assert {port for _, port in switch.guard()} == {1}
+
+
+def test_a_guard_without_room_for_what_was_and_what_comes_is_cleared_first() -> None:
+    """Hot replicas may fill it; then another node's buckets find room only where theirs were."""
+    switch = FakeSwitch(SwitchState())
+    switch.primary = True
+    pool = Driver(dataclasses.replace(OPTIONS, replicas=0)).pool
+    looped = Looped(pool, switch)
+    for number in (1, 2):
+        looped.loop.received(number, register(number))
+    looped.rounds(1, alive=[1, 2])
+    switch.guard_entries = len(switch.guard())
+    looped.rounds(4, alive=[1])
+    assert {port for _, port in switch.guard()} == {1}
+    assert len(switch.guard()) == switch.guard_entries
+    assert looped.loop.programmed
