@@ -78,8 +78,10 @@ TIERS = ("dram", "ssd")
 MEDIA = (*TIERS, "switch", "cold")
 """What a namespace's blocks may lie on; dram always."""
 
+Quota = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+"""Operators say it in JSON, which knows larger numbers than a map can tell agents."""
 ByTier = Annotated[
-    dict[Annotated[str, Meta(pattern=rf"\A({'|'.join(TIERS)})\Z")], U64], Meta(max_length=8)
+    dict[Annotated[str, Meta(pattern=rf"\A({'|'.join(TIERS)})\Z")], Quota], Meta(max_length=8)
 ]
 Rate = Annotated[float, Meta(ge=0, le=1e15)]
 OnOff = Annotated[str, Meta(pattern=r"\A(on|off|)\Z")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from kvcast.controller.core.namespaces import MAX_DELETED, NamespaceError, Namespaces
 from kvcast.controller.core.pool import SavedState
@@ -38,6 +39,15 @@ def test_a_change_is_told_to_every_agent_with_the_next_map() -> None:
     driver.round()
     (told,) = driver.take(2, PoolMap)
     assert [info.settings for info in told.namespaces] == [SETTINGS]
+
+
+@pytest.mark.parametrize("kind", ["quota_bytes", "assured_bytes"])
+def test_settings_that_no_map_could_say_are_refused(kind: str) -> None:
+    most = msgspec.json.decode(f'{{"{kind}": {{"dram": {2**63 - 1}}}}}', type=NamespaceSettings)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(most), type=NamespaceSettings) == most
+    for beyond in (2**64, 10**30):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.json.decode(f'{{"{kind}": {{"dram": {beyond}}}}}', type=NamespaceSettings)
 
 
 def test_what_is_deleted_leaves_the_map_the_switch_and_the_pins_and_is_named() -> None:
