@@ -69,8 +69,8 @@ def _device_ports(text: str) -> tuple[int, ...]:
         ports = tuple(int(part) for part in text.split(","))
     except ValueError:
         raise TextError(f"{text!r} is no list of port numbers") from None
-    if len(set(ports)) != len(ports) or not all(0 < port < 512 for port in ports):
-        raise TextError("device ports must differ and lie within 1..511")
+    if len(set(ports)) != len(ports) or not all(0 <= port < 512 for port in ports):
+        raise TextError("device ports must differ and lie within 0..511")
     if len(ports) != MAX_PORTS:
         raise TextError(
             f"{len(ports)} ports, not {MAX_PORTS}; host ports without a host may be any others"

@@ -13,6 +13,7 @@ import pytest
 from kvcast.controller.core.tiers import AdmitMode
 from kvcast.controller.daemon import main
 from kvcast.controller.flags import ControllerFlags, pool_options
+from kvcast.p4.targets import profiles
 from kvcast.service.options import parse_options
 
 
@@ -29,6 +30,12 @@ def test_defaults_suit_the_software_switch() -> None:
 def test_bmv2_wants_padded_reads() -> None:
     options = pool_options(parse_options(ControllerFlags, ["--target=bmv2"]))
     assert options.read_padding_bytes == 608
+
+
+def test_the_device_ports_of_the_deployment_page_are_taken() -> None:
+    said = ",".join(map(str, range(0, 64, 2)))
+    options = parse_options(ControllerFlags, ["--target=tofino1", f"--device-ports={said}"])
+    assert options.device_ports == profiles["tofino1"].device_ports
 
 
 def test_plain_disables_the_program() -> None:
@@ -55,8 +62,8 @@ def test_plain_disables_the_program() -> None:
         (["--margin=nan"], "outside"),
         (["--device-ports=1,2,x"], "no list of port numbers"),
         (["--device-ports=1,2,2"], "must differ"),
-        (["--device-ports=0,1"], "within 1..511"),
-        (["--device-ports=1,512"], "within 1..511"),
+        (["--device-ports=-1,1"], "within 0..511"),
+        (["--device-ports=1,512"], "within 0..511"),
         (["--device-ports=1,2"], "2 ports, not 32"),
         (["--target=tofino2"], "needs --device-config"),
         (
