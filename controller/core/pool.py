@@ -299,6 +299,8 @@ class Pool:
                 return []
             case Kept():
                 return self._to_nodes(self.tiers.kept(message, node.node_id, now))
+            case HandedOver() if message.epoch > self.epoch:
+                return []  # by a map of another controller, which had come further
             case HandedOver():
                 node.handed_epoch, node.handed_left = message.epoch, message.left
                 node.handed_total, node.handed_failed = message.total, message.failed

@@ -1330,6 +1330,17 @@ def test_what_was_handed_over_by_an_older_map_does_not_count() -> None:
     assert last_map(driver).settled == 0
 
 
+def test_what_was_handed_over_by_another_controllers_map_does_not_count() -> None:
+    driver = holding_pool()
+    hand_over(driver, 1, 2, epoch=driver.pool.epoch + 30)  # before they hear of ours
+    driver.join(3)
+    assert last_map(driver).settled == 1
+    hand_over(driver, 3)
+    assert not driver.take(1, PoolMap), "of this map the others have not said anything yet"
+    hand_over(driver, 1, 2)
+    assert last_map(driver).settled == 0
+
+
 def test_a_map_for_another_reason_does_not_begin_the_handing_over_anew() -> None:
     driver = holding_pool()
     driver.join(3)
