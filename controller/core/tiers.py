@@ -290,8 +290,7 @@ class Tiers:
         if block not in self.pins and len(self.pins) >= MAX_PINS:
             raise PinError(f"all {MAX_PINS} pins are taken")
         self.pins.add(block)
-        description = self._described.get(block)
-        if description is not None and description.size_bytes is None:
+        if self._is_absent(block):
             del self._described[block]
         if resident := self.residency.residents.get(block):
             resident.pinned, resident.leaving = True, False
@@ -359,20 +358,33 @@ class Tiers:
         return min((t for t in times if t is not None), default=None)
 
     def _wanted(self, now: float) -> list[BlockId]:
-        """Blocks that should be looked at: pins first, then the most valuable."""
+        """Blocks that should be looked at: pins first, then the most valuable. Those that their
+        homes did not hold of late take nobody's place."""
         if self.mode is AdmitMode.OFF:
             return []
         residents = self.residency.residents
-        wanted = sorted(block for block in self.pins if block not in residents)
-        if self.mode is AdmitMode.AUTO:
-            wanted += self.heat.best(DESCRIBE_BATCH, now, without={*residents, *self.pins})
-        allowed = [
+        absent = {block for block in self._described if self._is_absent(block)}
+        pinned = [
             block
-            for block in wanted
-            if (self._may_pin if block in self.pins else self._may_hold)(block.namespace)
+            for block in sorted(self.pins)
+            if block not in residents
+            and block not in absent
+            and self._may_pin(block.namespace)
             and not self._is_barred(block, now)
         ]
-        return allowed[: 4 * DESCRIBE_BATCH]
+        hot: list[BlockId] = []
+        if self.mode is AdmitMode.AUTO:
+            without = {*residents, *self.pins, *absent}
+            hot = self.heat.best(DESCRIBE_BATCH, now, without=without)
+        return [
+            *pinned[: 3 * DESCRIBE_BATCH],
+            *(b for b in hot if self._may_hold(b.namespace) and not self._is_barred(b, now)),
+        ]
+
+    def _is_absent(self, block: BlockId) -> bool:
+        """Whether its home has said of late that it does not hold it."""
+        description = self._described.get(block)
+        return description is not None and description.size_bytes is None
 
     def _ask(self, wanted: Sequence[BlockId], now: float) -> Outgoing:
         """Describe what is wanted and not known, one question a home."""

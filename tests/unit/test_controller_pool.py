@@ -835,6 +835,34 @@ def test_a_pinned_block_enters_without_heat_stays_and_leaves_when_unpinned() -> 
     assert block not in driver.pool.tiers.residency.residents
 
 
+def test_pins_of_blocks_that_nobody_holds_keep_no_others_out() -> None:
+    driver, namespace = resident_driver(dataclasses.replace(OPTIONS, lease_s=1e6))
+    pins = [BlockId(namespace, key(n)) for n in range(1000)]
+    for block in pins:
+        driver.pool.tiers.pin(block)
+    hot = BlockId(namespace, key(2000))
+    held = dict.fromkeys((pins[-1], hot), (SEGMENT_BYTES, 7))
+    for _ in range(10):
+        heat(driver, hot, 50)
+        driver.round(0.5)
+        driver.describe_all(held)
+    driver.round()
+    assert driver.pool.tiers.residency.residents.keys() == held.keys()
+
+
+def test_reads_of_blocks_that_nobody_holds_keep_no_others_out() -> None:
+    driver, namespace = resident_driver(dataclasses.replace(OPTIONS, lease_s=1e6))
+    held = BlockId(namespace, key(2000))
+    for _ in range(4):
+        for number in range(100):
+            heat(driver, BlockId(namespace, key(number)), 500)
+        heat(driver, held, 50)
+        driver.round(0.5)
+        driver.describe_all({held: (SEGMENT_BYTES, 7)})
+    driver.round()
+    assert driver.pool.tiers.residency.residents.keys() == {held}
+
+
 @pytest.mark.parametrize("mode", [AdmitMode.OFF, AdmitMode.PIN, AdmitMode.AUTO])
 def test_a_restart_under_another_mode_lets_go_of_what_the_mode_does_not_admit(
     mode: AdmitMode,
