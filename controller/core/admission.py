@@ -352,11 +352,14 @@ class HeatMap:
         return float(self._values(now, np.array([row], np.intp), Rule.VALUE)[0])
 
     def best(self, count: int, now: float, *, without: Iterable[BlockId]) -> list[BlockId]:
-        """The `count` most valuable blocks that are worth admitting, best first."""
+        """The `count` most valuable blocks that are worth admitting and not larger than all of the
+        switch's memory, best first."""
         if not self._blocks:
             return []
         expected = self._expected(now, _ALL, self.rule)
         worth = expected >= max(self._options.min_reads, 1e-9)
+        if self._slots:
+            worth &= np.frombuffer(self._segments, np.int64) <= self._slots
         worth[[self._rows[block] for block in without if block in self._rows]] = False
         rows = np.flatnonzero(worth)
         if not rows.size:

@@ -863,6 +863,21 @@ def test_reads_of_blocks_that_nobody_holds_keep_no_others_out() -> None:
     assert driver.pool.tiers.residency.residents.keys() == {held}
 
 
+def test_blocks_larger_than_the_switchs_memory_keep_no_others_out() -> None:
+    driver, namespace = resident_driver(dataclasses.replace(OPTIONS, lease_s=1e6))
+    large = [BlockId(namespace, key(number)) for number in range(100)]
+    small = BlockId(namespace, key(2000))
+    sizes = dict.fromkeys(large, ((OPTIONS.slots + 1) * SEGMENT_BYTES, 7))
+    for _ in range(4):
+        for block in large:
+            heat(driver, block, 5000)
+        heat(driver, small, 50)
+        driver.round(0.5)
+        driver.describe_all({**sizes, small: (SEGMENT_BYTES, 7)})
+    driver.round()
+    assert driver.pool.tiers.residency.residents.keys() == {small}
+
+
 @pytest.mark.parametrize("mode", [AdmitMode.OFF, AdmitMode.PIN, AdmitMode.AUTO])
 def test_a_restart_under_another_mode_lets_go_of_what_the_mode_does_not_admit(
     mode: AdmitMode,
