@@ -15,9 +15,9 @@ A node is *live* while its lease runs, and *placed* while buckets may name it:
 | is to be drained                 | yes  | until others have its blocks (`settle`)     |
 
 Where placed nodes hold blocks, a node that comes is *joining* first: it is among the `coming`, who
-will be placed when they have been handed what is theirs (`settle`); one that begins another
-incarnation meanwhile comes anew. A node that is to be *drained* is placed until then, and not among
-the coming.
+will be placed when they have been handed what is theirs (`settle`). A node that is to be *drained*
+is placed until then, and not among the coming. Where one of the coming begins another incarnation
+meanwhile, all is handed over anew.
 
 So a node that comes and goes moves its buckets away once, and back only when it is stable. A dead
 node stays known (its forwarding stays, its index stays) until its address is wanted by another
@@ -176,6 +176,9 @@ class Membership:
         self._rebalance_after_s = rebalance_after_s
         self.nodes: dict[str, Node] = {}
         self._views: Views | None = None
+        self._begins_anew = False
+        """Whether a map is due in which nothing moves, so that nodes forget what they have handed
+        over to one that has lost it."""
 
     @classmethod
     def restore(
@@ -213,7 +216,9 @@ class Membership:
             known = sorted(self.nodes.values(), key=lambda n: n.index)
             placed = frozenset(n.node_id for n in known if n.placed)
             coming = frozenset(
-                n.node_id for n in known if n.joining or (n.placed and not n.draining)
+                n.node_id
+                for n in known
+                if not self._begins_anew and (n.joining or (n.placed and not n.draining))
             )
             self._views = Views(
                 saved=tuple(
@@ -225,7 +230,7 @@ class Membership:
                 ),
                 addresses=tuple((n.node_id, n.address) for n in known),
                 placed=placed,
-                coming=coming or placed,  # nobody is left to take anything over
+                coming=coming or placed,  # nobody is left to take anything over, or not now
                 readers=frozenset(n.node_id for n in known if n.live and not self._may_be_home(n)),
             )
         return self._views
@@ -253,6 +258,7 @@ class Membership:
                 raise RegistrationError(f"{what} is taken by {rival.node_id}")
         if node is None and sum(n.live for n in rivals) >= self._max_nodes:
             raise RegistrationError(f"the pool is full ({self._max_nodes} nodes)")
+        takes_over = not self.is_settled and message.node_id in self.views.coming
         for rival, _ in taken:
             del self.nodes[rival.node_id]
         self._views = None
@@ -268,10 +274,8 @@ class Membership:
             if node.incarnation != message.incarnation:
                 changed |= node.draining and node.placed
                 node.draining = False
-                if node.joining:
-                    # What it was handed is gone. A map without it, and the others begin anew.
-                    node.joining, node.live_since = False, now
-                    changed = True
+                if takes_over:
+                    self._begins_anew = changed = True  # what it was handed is gone
             node.incarnation = message.incarnation
             node.address = address
         if not node.live:
@@ -365,6 +369,13 @@ class Membership:
             node.placed, node.joining = node.node_id in coming, False
         self._views = None
         return drained
+
+    def mapped(self) -> bool:
+        """There is a map of what is; whether another is due."""
+        again, self._begins_anew = self._begins_anew, False
+        if again:
+            self._views = None
+        return again
 
     def drain(self, node_id: str) -> bool:
         """Have a node's blocks handed over; DrainError."""

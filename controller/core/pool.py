@@ -718,8 +718,8 @@ class Pool:
         if self._map is None or self._map_changed:
             if self._map_changed:
                 self.epoch += 1
-            self._map_changed = False
             self._map = self._build_map()
+            self._map_changed = self.membership.mapped()
             self._map_due.update(self._nodes_of)
         views = self.membership.views
         residents = self.tiers.residency.residents.values()

@@ -1476,23 +1476,45 @@ def test_draining_can_be_undone_and_ends_with_another_incarnation() -> None:
     assert driver.pool.membership.nodes["node-1"].joining
 
 
+def starts_anew(driver: Driver, number: int) -> None:
+    """Within its lease, and with nothing."""
+    driver.pool.disconnected(number)
+    driver.say(number, register(number, incarnation=2))
+    driver.round()
+
+
 def test_a_node_that_starts_anew_while_it_joins_is_handed_all_of_it_again() -> None:
     driver = holding_pool()
     driver.join(3)
     before = last_map(driver)
     hand_over(driver, 1, 2)
-    driver.pool.disconnected(3)
-    driver.say(3, register(3, incarnation=2))  # within its lease, and with nothing
-    driver.round()
+    starts_anew(driver, 3)
     between = last_map(driver)
-    assert [homes[:1] for homes in before.buckets] == between.buckets, "whom nobody has blocks for"
-    driver.round(OPTIONS.rebalance_after_s)
+    assert [homes[:1] for homes in before.buckets] == between.buckets, "so that the others forget"
+    driver.round()
     again = last_map(driver)
     assert (again.settled, again.buckets) == (1, before.buckets)
     hand_over(driver, 3)
     assert not driver.take(1, PoolMap), "what the others have handed over before is gone"
     hand_over(driver, 1, 2)
     assert last_map(driver).settled == 0
+
+
+def test_a_node_is_not_drained_while_one_that_took_over_has_lost_it_all() -> None:
+    driver = holding_pool()
+    driver.pool.drain("node-1")
+    driver.round()
+    before = last_map(driver)
+    hand_over(driver, 1)
+    starts_anew(driver, 2)
+    assert last_map(driver).settled == 0
+    driver.round()
+    again = last_map(driver)
+    assert (again.settled, again.buckets) == (1, before.buckets)
+    hand_over(driver, 2)
+    assert driver.pool.membership.nodes["node-1"].placed
+    hand_over(driver, 1)
+    assert not driver.pool.membership.nodes["node-1"].placed
 
 
 def test_a_node_that_dies_while_blocks_are_handed_over_is_not_waited_for() -> None:
