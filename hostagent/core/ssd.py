@@ -422,14 +422,14 @@ class SsdTier:
 
     def drop(self, block: BlockId) -> bool:
         """As `store.Below`."""
-        self._take_found(block)
+        found = self._drop_found(block)
         self._ask_for_step()
-        return self.shelf.drop(block)
+        return self.shelf.drop(block) or found
 
     def drop_namespace(self, namespace: int) -> None:
         """As `store.Below`."""
         for block in [b for b in self._found if b.namespace == namespace]:
-            self._take_found(block)
+            self._drop_found(block)
         self.shelf.drop_namespace(namespace)
         self._ask_for_step()
 
@@ -1012,6 +1012,14 @@ class SsdTier:
         if found is not None:
             self._table.filter.remove(block)
         return found
+
+    def _drop_found(self, block: BlockId) -> bool:
+        """A block that was found is to be claimed neither here nor by the next process; whether it
+        was."""
+        found = self._take_found(block)
+        if found is not None:
+            self._table.overwrite(found[0])
+        return found is not None
 
     def scanned(self) -> None:
         """All pieces of one file's table were handed over."""

@@ -451,6 +451,22 @@ def test_a_block_that_is_dropped_while_it_is_written_does_not_come_back() -> Non
     assert again.on_disk(1)
 
 
+def test_what_is_dropped_before_it_is_claimed_does_not_come_back() -> None:
+    bench = Bench()
+    bench.fill(range(20))
+    bench.fill(range(20), namespace=2)
+    there = [(n, s) for s in (1, 2) for n in range(20) if bench.on_disk(n, s)]
+    again = Bench(disks=bench.disks)
+    assert again.store.drop(block(0))
+    assert not again.store.drop(block(0))
+    again.store.drop_namespace(2)
+    again.work()
+    last = Bench(disks=bench.disks)
+    last.work()
+    left = [(n, s) for s in (1, 2) for n in range(20) if last.on_disk(n, s)]
+    assert left == [(n, s) for n, s in there if n != 0 and s == 1]
+
+
 def test_a_block_that_is_dropped_while_it_is_read_is_not_served() -> None:
     bench = Bench()
     bench.fill(range(20))
