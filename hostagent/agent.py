@@ -385,6 +385,7 @@ class Agent:
                 "took over %d blocks of the agent before; %d were damaged, and %d entries refused",
                 *(counters.copies, counters.copies_damaged, counters.entries_refused),
             )
+            self.transport.pump()  # what was found may be to be handed over
 
     async def _look_at_memory(self) -> None:
         """Say where the arena's memory is, when everything else has begun."""

@@ -184,6 +184,8 @@ class SsdOfAgent:
         if when is not None:
             # A pause, however short, in which others have their turn.
             self._timer = self._loop.call_at(max(when, now + 0.001), self._run)
+        if self._core.outbox.waits:  # what was found is handed over
+            self._pump()
 
     def _order_ended(self, order: Order, error: str, digest: int) -> None:
         """In a thread of the disk's."""

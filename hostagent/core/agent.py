@@ -377,6 +377,7 @@ class AgentCore:
             self.reads.courier.use_below(below.counted())
         for tier in tiers:
             tier.meaning_of = self._meaning_of
+            tier.became_ready = self._hand_over_found
         self._state_ssd_rules()
         if self.pool is not None:
             self._begin_tiers()
@@ -653,13 +654,23 @@ class AgentCore:
             )
 
     def _hand_over(self, now: float, old: Pool | None, pool: Pool) -> None:
-        self.handover.new_map(old, pool)
+        self.handover.new_map(old, pool, all_known=self._all_known)
         self.handover.advance(now)
         self._report_handover(now)
 
+    @property
+    def _all_known(self) -> bool:
+        """Whether it is known what a former agent has left here, in DRAM and below."""
+        return self.recovery is None and all(tier.is_ready for tier in self.tiers)
+
+    def _hand_over_found(self) -> None:
+        """More is known of what is here than when the map came."""
+        if self.pool is not None and self._all_known:
+            self._hand_over(self.store.now, None, self.pool)
+
     def _report_handover(self, now: float) -> None:
         """Say how much is left; not before it is known what is here."""
-        if self._tell is not None and self.recovery is None:
+        if self._tell is not None and self._all_known:
             news = self.handover.report(now)
             if news is not None:
                 self._tell(news)
@@ -692,7 +703,7 @@ class AgentCore:
         assert pool is not None
         for namespace in pool.namespaces:
             self._state_namespace(pool, namespace)
-        self._hand_over(self.store.now, None, pool)  # of what it did not know of
+        self._hand_over_found()
         return False
 
     def weight_of(self, namespace: int) -> float:

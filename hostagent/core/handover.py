@@ -143,13 +143,14 @@ class Handover:
 
     # --- events -------------------------------------------------------------------------------
 
-    def new_map(self, old: Pool | None, pool: Pool) -> None:
-        """The map in force has changed."""
-        if not pool.is_settled:
-            wanted = self._moves(pool)
-        else:
-            wanted = {}
+    def new_map(self, old: Pool | None, pool: Pool, *, all_known: bool = True) -> None:
+        """The map in force has changed. `all_known`: whether it is known what is here: nothing is
+        moved until this is called with that, without an `old` map where it has not changed."""
+        wanted: dict[int, tuple[str, ...]] = {}
+        if pool.is_settled:
             self._total = self._failed = 0
+        elif all_known:
+            wanted = self._moves(pool)
         self._done &= {(bucket, n) for bucket, nodes in wanted.items() for n in nodes}
         moves = {
             bucket: missing

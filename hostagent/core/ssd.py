@@ -323,6 +323,8 @@ class SsdTier:
         self.wake: Callable[[], None] = lambda: None
         """Called when there is something to do: `take_orders`, soon, but not at once."""
         self._woken = False
+        self.became_ready: Callable[[], None] = lambda: None
+        """Called when something was found at the start, and all of it is known (`is_ready`)."""
         self.meaning_of: Callable[[int], int | None] = lambda _namespace: None
         """What a namespace means to the pool now."""
         self._store = store
@@ -375,6 +377,7 @@ class SsdTier:
         """Files of which the table was not written in this round, or that were not flushed."""
         self._unscanned = sum(formatted.found for formatted in files)
         self._found: dict[BlockId, tuple[int, Entry]] = {}
+        self._was_ready = self.is_ready
         self._order_of_claims: list[BlockId] | None = None
         self._commits = 0
         self._begun = False
@@ -537,6 +540,9 @@ class SsdTier:
         self.advance(now)
         if self._claims_left:
             self._claim_some()
+        if self.is_ready and not self._was_ready:
+            self._was_ready = True
+            self.became_ready()
         if self._phase is _Phase.IDLE:
             if self._retry_at is not None:
                 if now < self._retry_at:

@@ -19,7 +19,7 @@ from kvcast.hostagent.core.ssd import SsdRules, SsdTier
 from kvcast.hostagent.core.store import Copy, Store, StoreRules
 from kvcast.hostagent.core.writes import PutBatch, WriteOptions
 from kvcast.hostagent.tiers.arena import Allocator
-from kvcast.hostagent.tiers.ssd.layout import cut_of, open_formatted
+from kvcast.hostagent.tiers.ssd.layout import cut_of, open_formatted, scan
 from kvcast.protocol.links.bulk import (
     EVICTED,
     UNREACHABLE,
@@ -37,6 +37,7 @@ from kvcast.protocol.messages.control import (
     AgentMessage,
     BlockRef,
     Credit,
+    HandedOver,
     Keep,
     Kept,
     NamespaceInfo,
@@ -616,15 +617,21 @@ def test_a_waiting_replication_may_be_evicted_and_a_waited_for_one_may_not() -> 
     assert copy.pins == 1
 
 
-def over_a_disk(node: Node) -> Callable[[], None]:
-    """Put a disk below a node's DRAM; what is returned has the disk do all that it is to do."""
-    disk, cut = SimDisk(random.Random(1)), cut_of("node", 8 * SLAB, SLAB // 16, SLAB * 2)
+def over_a_disk(node: Node, disk: SimDisk | None = None) -> Callable[[], None]:
+    """Put a disk below a node's DRAM; what is returned has the disk do all that it is to do, after
+    it has handed over its table, where there was one."""
+    disk, cut = disk or SimDisk(random.Random(1)), cut_of("node", 8 * SLAB, SLAB // 16, SLAB * 2)
     formatted = open_formatted(disk, cut, 7)
     rules = SsdRules(high_share=0.5, low_share=0.25)
     tier = SsdTier(rules, node.core.store, node.memory, [formatted], epoch_s=1e9)
     node.core.use_tiers([tier])
+    unread = [disk] if formatted.found else []
 
     def work() -> None:
+        while unread:
+            for piece in scan(unread.pop(), formatted):
+                tier.found(0, piece)
+            tier.scanned()
         while orders := tier.take_orders(node.now):
             for order in orders:
                 error, digest = disk.do(order)
@@ -663,6 +670,36 @@ def test_a_replica_whose_copy_has_gone_to_the_disk_meanwhile_is_sent_from_there(
     assert node.core.metrics.replications_late_total == 1
     assert node.core.metrics.replications_dropped_total == 0
     assert (node.core.handover.left, node.core.handover.counters.blocks) == (0, 1)
+
+
+def test_what_is_found_on_the_disk_after_the_map_came_is_handed_over() -> None:
+    disk = SimDisk(random.Random(1))
+    before = Node(1, slabs=4)
+    work = over_a_disk(before, disk)
+    before.take_map(pool_map([1]))
+    for number in range(1, 5):
+        before.put(number, b"a" * SLAB)
+        work()
+    there = {n for n in range(1, 5) if before.core.store.below.holds(BlockId(1, key(n)))}
+    assert there
+    node = Node(1, slabs=4)
+    said: list[AgentMessage] = []
+    node.core.control_connected(said.append)
+    work = over_a_disk(node, disk)
+    node.take_map(msgspec.structs.replace(pool_map([1, 3]), settled=1))
+    assert (node.calls(), said) == ([], []), "it is not known yet what there is to hand over"
+    work()
+    offered = set()
+    while calls := node.calls():
+        for call in calls:
+            assert isinstance(call, PutCall)
+            assert call.begin()
+            offered.add(int.from_bytes(call.copy.block.key, "big") >> 10)
+            call.ended(node.now, bulk.DONE)
+        work()
+    assert len(offered) == len(there)
+    (*_, last) = said
+    assert last == HandedOver(1, 0, len(there), 0)
 
 
 def test_a_put_that_all_homes_acknowledge_keeps_its_copy_in_dram_until_they_have() -> None:

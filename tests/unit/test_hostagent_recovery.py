@@ -22,10 +22,13 @@ from kvcast.hostagent.tiers import policies
 from kvcast.hostagent.tiers.arena import GRAIN_BYTES, Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.hostagent.tiers.ledger import HANDLE, LEDGER_BYTES, NO_ROW, ROWS, Ledger, Row
+from kvcast.protocol.links.bulk import PutCall
 from kvcast.protocol.messages import local, shared
 from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,
+    AgentMessage,
+    HandedOver,
     NamespaceInfo,
     NamespaceSettings,
     NodeInfo,
@@ -39,6 +42,7 @@ SLAB_BYTES = 64 * 1024
 NAMESPACES = [NamespaceInfo(number, "t", "m", str(number), "l") for number in (1, 2)]
 REGISTERED = Registered(CONTROL_PROTOCOL_VERSION, 1, 3.0, 0)
 NODE = NodeInfo(1, "node-1", "10.0.0.1", "02:00:00:00:00:01", 1, 4791, "127.0.0.1", 1)
+OTHER = NodeInfo(2, "node-2", "10.0.0.2", "02:00:00:00:00:02", 2, 4791, "127.0.0.1", 2)
 
 
 def pool_map(namespaces: list[NamespaceInfo] = NAMESPACES) -> PoolMap:
@@ -156,6 +160,24 @@ def test_a_restart_keeps_every_committed_copy_and_its_place(
     assert {n: machine.store.peek(block(n)).offset for n in before} == places  # type: ignore[union-attr]
     assert machine.values()["recovery_copies_total"] == len(before)
     assert machine.values()["recovery_left"] == 0
+
+
+def test_what_was_taken_over_is_handed_over_whenever_the_map_of_that_came() -> None:
+    machine = Machine()
+    machine.put(1)
+    core = machine.start()
+    said: list[AgentMessage] = []
+    core.control_connected(said.append)
+    moving = msgspec.structs.replace(
+        pool_map(), epoch=2, nodes=[NODE, OTHER], buckets=[[1, 2]] * BUCKETS, settled=1
+    )
+    core.control_message(0.0, moving)
+    assert not said, "it is not known yet what there is to hand over"
+    machine.recover()
+    (call,) = core.outbox.calls
+    assert isinstance(call, PutCall)
+    assert (call.node, call.copy.block) == (2, block(1))
+    assert said == [HandedOver(2, 1, 1, 0)]
 
 
 def test_what_was_used_last_is_evicted_last_after_a_restart() -> None:
