@@ -171,7 +171,8 @@ class Handover:
         self._done.update((bucket, n) for bucket, nodes in moves.items() for n in nodes)
 
     def came(self, block: BlockId) -> None:
-        """Somebody has put a block here, perhaps by a map that knows of no move."""
+        """Somebody has put a block here, perhaps by a map that knows of no move; or this node has,
+        and one of the block's homes did not get it."""
         pool = self._outbox.pool
         if pool is not None and not pool.is_settled:
             bucket = bucket_of(block.key)

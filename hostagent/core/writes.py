@@ -99,6 +99,9 @@ class Writes:
         """Sends a block that has left DRAM to a node, later; False where it cannot be had."""
         self.was_pushed: Callable[[int, int], None] = lambda _namespace, _size_bytes: None
         """Told of every block, by namespace and size in bytes, that compiled code has sent home."""
+        self.left_out: Callable[[BlockId], None] = lambda _block: None
+        """Told of every block that one of its homes did not get: while blocks are handed over, it
+        must be handed on."""
 
     def commit(
         self,
@@ -194,6 +197,7 @@ class Writes:
             if self.replications >= self._options.max_replications:
                 self._metrics.replications_dropped_total += 1
                 put.refused = local.BUSY
+                self.left_out(put.copy.block)
                 continue
             self._send(now, batch, put, node, pool.epoch, meaning)
 
@@ -234,6 +238,7 @@ class Writes:
                 self._metrics.replications_dropped_total += not late
             else:
                 self._metrics.replications_failed_total += 1
+                self.left_out(copy.block)
                 if outcome == bulk.NO_ROOM:
                     put.refused = local.NO_ROOM
                 elif outcome == bulk.FORBIDDEN:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
+from kvcast.hostagent.core.handover import REPORT_S
 from kvcast.hostagent.core.pool import Pool, PoolMapError
 from kvcast.hostagent.core.reads import GetBatch, GetItem
 from kvcast.hostagent.core.sessions import AHEAD_OF_ARENA, AHEAD_OF_QUOTA, Session
@@ -670,6 +671,30 @@ def test_a_replica_whose_copy_has_gone_to_the_disk_meanwhile_is_sent_from_there(
     assert node.core.metrics.replications_late_total == 1
     assert node.core.metrics.replications_dropped_total == 0
     assert (node.core.handover.left, node.core.handover.counters.blocks) == (0, 1)
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_what_who_hands_over_puts_is_handed_over_where_it_did_not_get_there(most: int) -> None:
+    node = Node(1, slabs=4, writes=WriteOptions(max_replications=most))
+    said: list[AgentMessage] = []
+    node.core.control_connected(said.append)
+    node.take_map(msgspec.structs.replace(pool_map([1, 3]), settled=1))
+    assert said == [HandedOver(1, 0, 0, 0)]
+    results = node.put(1, b"a" * SLAB)
+    assert [result.status for result in results] == [local.OK]
+    sent = node.calls()
+    assert len(sent) == most
+    for call in sent:
+        assert isinstance(call, PutCall)
+        call.ended(node.now, UNREACHABLE)
+    node.now += REPORT_S
+    node.core.handle_timer(node.now)
+    assert said[1:] == [HandedOver(1, 1, 1, 0)], "whoever is drained must not go with it"
+    (again,) = node.calls()
+    assert isinstance(again, PutCall)
+    assert (again.node, again.copy.block) == (3, BlockId(1, key(1)))
+    again.ended(node.now, bulk.DONE)
+    assert said[2:] == [HandedOver(1, 0, 1, 0)]
 
 
 def test_what_is_found_on_the_disk_after_the_map_came_is_handed_over() -> None:
