@@ -627,14 +627,15 @@ class AgentCore:
             frozenset(index for index, node in pool.nodes.items() if node.zone_queue_pair)
         )
         self.rdma_address = message.rdma_address
+        if old is not None:
+            self._hide_namespaces(old, pool)
+            self._leave_old_pool(now, old, pool)
+        # Those that the map has lost keep theirs; what has changed is dropped as what it was.
         self._apply_settings(pool)
         if self.recovery is not None and not self.recovery.begun:
             self.recovery.begin(pool)
         if old is None:
             self._begin_tiers()
-        if old is not None:
-            self._hide_namespaces(old, pool)
-            self._leave_old_pool(now, old, pool)
         for namespace in pool.namespaces:
             self._state_namespace(pool, namespace)
         self._state_lane(pool)

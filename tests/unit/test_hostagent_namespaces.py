@@ -8,11 +8,13 @@ tests/integration/test_pool_tenants.py).
 from __future__ import annotations
 
 import msgspec
+from kvcast.hostagent.core.cold import ColdRules, ColdTier, Errand
 from kvcast.hostagent.core.namespace_metrics import COLD, EVICTED_DRAM, EXPIRED
 from kvcast.hostagent.core.sessions import Session
 from kvcast.hostagent.network.metrics_server import metrics_of
 from kvcast.hostagent.tiers import policies
 from kvcast.protocol.messages import local
+from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.control import (
     POLICIES,
     AgentMessage,
@@ -106,6 +108,31 @@ def test_a_namespace_that_the_controller_only_lost_is_kept_and_asked_for() -> No
     node.take_map(told(None, 2))
     assert len(node.core.store) == 1
     assert [message for message in said if isinstance(message, NamespaceRequest)]
+
+
+def test_what_the_controller_only_lost_keeps_its_settings() -> None:
+    rules = NamespaceSettings(
+        "lfu", quota_bytes={"dram": 4 * SLAB}, assured_bytes={"dram": 2 * SLAB}, ttl_s=5.0
+    )
+    node = node_with(rules)
+    node.hold(1, DATA)
+    node.take_map(told(None, 2))
+    store = node.core.store
+    assert (store.quota_of(1), store.assured_bytes(1)) == (4 * SLAB, 2 * SLAB)
+    assert store.next_expiry() == node.now + 5.0
+
+
+def test_of_a_number_that_changes_its_meaning_only_the_old_one_leaves_the_object_store() -> None:
+    settings = NamespaceSettings(media=["dram", "cold"])
+    node = node_with(settings)
+    cold = ColdTier(ColdRules(), node.core.store, node.memory, "cluster", epoch_s=1e9)
+    node.core.use_cold(cold)
+    before = told(settings)
+    other = [msgspec.structs.replace(info, model="other") for info in before.namespaces]
+    node.take_map(msgspec.structs.replace(before, epoch=2, namespaces=other))
+    told_to = [(task.errand, task.name) for task in cold.take_tasks(node.now)]
+    was, now = (f"cluster/{meaning_of(*of):016x}/" for of in (before.namespaces, other))
+    assert told_to == [(Errand.LIST, was), (Errand.DELETE_ALL, was), (Errand.LIST, now)]
 
 
 def test_blocks_that_outlived_their_time_are_not_served_and_counted_as_expired() -> None:
