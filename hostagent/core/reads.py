@@ -531,10 +531,11 @@ class Reads:
         committed_at: float,
     ) -> None:
         self._now = now
-        wanted = self.is_on(fetch) and fetch.fetch_id < 0
+        is_on = self.is_on(fetch)
+        wanted = is_on and fetch.fetch_id < 0
         source = fetch.source
         assert source is not None
-        if error or not wanted:
+        if error or not is_on:
             if room is not None:
                 room.abort()
             after = self._source_after(fetch) if wanted else None
@@ -548,8 +549,12 @@ class Reads:
         else:
             assert room is not None
             fetch.from_disk = False
-            self._over(fetch.block)
+            if wanted:
+                self._over(fetch.block)
             self._deliver(fetch, room, digest, source.tier, now - fetch.started_at, committed_at)
+            if not wanted:  # it was asked for elsewhere, too
+                fetch.keeps.clear()
+                self._end(now, fetch)
             self._tell_recallers(fetch)
         self.drain(now)
 

@@ -368,6 +368,31 @@ def test_a_block_that_neither_of_two_tiers_gives_in_time_is_asked_for_elsewhere_
     assert reader.core.reads.waiting == 0
 
 
+def test_what_the_disk_gives_before_anybody_else_is_taken_however_long_it_took() -> None:
+    reader, home, _ = pool_of([2])
+    home.hold(1, b"from its home")
+    disk = SlowTier("ssd")
+    reader.core.reads.sources.append(disk)
+    items = reader.get(1, deadline_s=5.0)
+    kept: list[bool] = []
+    block = BlockId(1, key(1))
+    reader.core.reads.keep(reader.now, block, 0, 0, kept.append)
+    reader.now += 2 * disk.patience_s
+    reader.core.handle_timer(reader.now)
+    (read,) = [frame for _, frame in reader.frames() if frame.op == OP_READ]
+    home.core.receive(home.now, 1, read)
+    disk.give(reader.now, b"from the disk")
+    assert [(item.tier, reader.bytes_of(item)) for item in items] == [("ssd", b"from the disk")]
+    assert kept == [True]
+    assert reader.core.reads.waiting == 0
+    exchange(reader, home)  # which is too late, and leaves nothing behind
+    copy = reader.core.store.peek(block)
+    assert copy is not None
+    assert copy.pins == 1
+    assert reader.core.store.used_bytes == copy.reserved_bytes
+    reader.core.store.check()
+
+
 def test_what_lies_where_all_can_read_it_is_asked_of_its_home() -> None:
     reader, home, _ = pool_of([2])
     home.hold(1, b"from its home")
