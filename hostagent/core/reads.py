@@ -148,6 +148,8 @@ class _Fetch:
     """It goes on though nobody waits for it."""
     asked_homes: bool = False
     """It is read from a shared store since no home has given it."""
+    recalls: bool = False
+    """Only a switch can have it: it is asked for for a moment, however long who waits may wait."""
 
 
 class Source(Protocol):
@@ -642,7 +644,7 @@ class Reads:
         if fetch is not None:
             self._metrics.gets_joined_total += 1
             fetch.for_later |= bool(group)
-            if deadline > fetch.deadline:
+            if deadline > fetch.deadline and not fetch.recalls:
                 fetch.deadline = deadline
                 self.requester.extend(fetch.fetch_id, deadline)
             return fetch
@@ -653,19 +655,20 @@ class Reads:
             company = bool(gather_ms or group or expect) or self.requester.shares(now)
             order = self._spread.order(block, homes, company=company)
         homes = order
-        digest = 0
+        digest, recalls = 0, False
         chunking = CELLS if pool is None or block in self.residents else pool.chunking
         if pool is not None and not homes:
             chunking = CELLS  # only a switch can have it
             digest = recall_digest or self._store.evicted_digest(block)
             other = pool.another_node()
             if other != NO_NODE and digest:
-                homes = [other]
+                homes, recalls = [other], True
                 deadline = min(deadline, now + self._options.recall_probe_s)
         waits = self._expect_waits(block.namespace, group) if expect else 1
         # Who was to ask, and comes late, finds that another asks in its place.
         expect = expect or bool(group and self.requester.hears(now, group))
         fetch = self._begin(block, deadline, now)
+        fetch.recalls = recalls
         fetch.for_later = bool(group)  # other members may wait for what this one asks for
         fetch.fetch_id = self.requester.fetch(
             now,
@@ -760,7 +763,8 @@ class Reads:
                 if not self._read_shared(now, fetch, event.reason):
                     if event.reason is MissReason.NOT_FOUND:
                         late = self._take_late(fetch)
-                    self._end_without(fetch, event.reason)
+                    over = fetch.recalls and event.reason is MissReason.DEADLINE
+                    self._end_without(fetch, MissReason.NOT_FOUND if over else event.reason)
                 self._read_followers(now, fetch)
                 self._fetch_anew(now, event.block, late)
             elif isinstance(event, TryBulk):

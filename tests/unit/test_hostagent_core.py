@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.handover import REPORT_S
+from kvcast.hostagent.core.namespace_metrics import EVICTED_DRAM
 from kvcast.hostagent.core.pool import Pool, PoolMapError
 from kvcast.hostagent.core.reads import GetBatch, GetItem
 from kvcast.hostagent.core.sessions import AHEAD_OF_ARENA, AHEAD_OF_QUOTA, Session
@@ -309,6 +310,19 @@ def test_every_get_ends_by_its_own_deadline_and_the_fetch_goes_on() -> None:
     assert short[0].reason == "deadline"
     assert long == []
     assert node.core.reads.waiting == 1
+
+
+def test_what_only_a_switch_can_have_is_asked_for_for_a_moment_however_many_join() -> None:
+    node = Node(1, slabs=2)
+    node.take_map(pool_map([1]))
+    for number in (1, 2, 3):
+        node.put(number, b"a" * SLAB)
+    items = [node.get(1, 5.0), node.get(1, 10.0)]
+    assert [frame.op for _, frame in node.frames()] == [OP_READ]
+    node.now += 0.06
+    node.core.handle_timer(node.now)
+    assert [(item.status, item.reason) for (item,) in items] == [(local.MISS, "not_found")] * 2
+    assert node.core.namespace_metrics()[1].misses == {EVICTED_DRAM: 2}
 
 
 class SlowTier:
