@@ -131,6 +131,10 @@ class ColdTier:
         """Prefixes that were listed, and their namespaces."""
         self._to_list: dict[str, float] = {}
         """Prefixes whose listing has failed, and when it is tried again."""
+        self._unlisted: set[str] = set()
+        """Those whose listing has not come to its end,"""
+        self._dropped: set[BlockId] = set()
+        """and blocks that were dropped meanwhile, which it may still name."""
         self._errands = 0
         self._now = 0.0
 
@@ -158,11 +162,14 @@ class ColdTier:
 
     def drop(self, block: BlockId) -> bool:
         """Forget a block; whether it was known."""
-        if block not in self._known:
-            return False
-        del self._known[block]
-        self._delete(block)
-        return True
+        known = block in self._known
+        self._known.pop(block, None)
+        unlisted = self._prefix_of(block.namespace) in self._unlisted
+        if unlisted and len(self._dropped) < self.rules.max_waiting:
+            self._dropped.add(block)
+        if known or block in self._dropped:
+            self._delete(block)
+        return known
 
     def drop_namespace(self, namespace: int) -> None:
         """Forget all blocks of a namespace."""
@@ -171,6 +178,7 @@ class ColdTier:
         for prefix in [p for p, number in self._listed.items() if number == namespace]:
             del self._listed[prefix]
             self._to_list.pop(prefix, None)
+            self._unlisted.discard(prefix)
             self._others.append(Task(Errand.DELETE_ALL, prefix, self._other_ended))
         self.wake()
 
@@ -181,6 +189,7 @@ class ColdTier:
             prefix = self._prefix_of(namespace)
             if prefix is not None and prefix not in self._listed:
                 self._listed[prefix] = namespace
+                self._unlisted.add(prefix)
                 self._others.append(self._list_task(prefix))
         self.wake()
 
@@ -188,6 +197,10 @@ class ColdTier:
         def ended(now: float, error: str, data: memoryview | None) -> None:
             if error and prefix in self._listed:
                 self._to_list[prefix] = now + LIST_AGAIN_S
+            elif not error:
+                self._unlisted.discard(prefix)
+                if not self._unlisted:
+                    self._dropped.clear()
             self._other_ended(now, error, data)
 
         return Task(Errand.LIST, prefix, ended)
@@ -214,7 +227,9 @@ class ColdTier:
         for name in names:
             text = name.removeprefix(prefix)
             if len(text) == 32 and not set(text) - set("0123456789abcdef"):
-                self._known[BlockId(namespace, bytes.fromhex(text))] = None
+                block = BlockId(namespace, bytes.fromhex(text))
+                if block not in self._dropped:
+                    self._known[block] = None
 
     # --- errands ------------------------------------------------------------------------------
 
@@ -292,7 +307,7 @@ class ColdTier:
 
     def _other_ended(self, now: float, error: str, _data: memoryview | None) -> None:
         self._errand_ended(now)
-        self.counters.store_errors += bool(error)
+        self.counters.store_errors += error not in (DONE, GONE)
 
     def _errand_ended(self, now: float) -> None:
         self.advance(now)

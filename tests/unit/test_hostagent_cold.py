@@ -125,6 +125,23 @@ def test_a_listing_that_fails_is_tried_again_later_and_not_for_a_namespace_that_
     assert bench.got == [(name(1), b"from before")]
 
 
+def test_what_is_dropped_while_the_store_is_listed_is_deleted_and_not_found() -> None:
+    bench = Bench()
+    for number in (1, 2):
+        bench.objects[name(number)] = packed(number, b"from before")
+    bench.tier.configure({1: 0.0})
+    (listing,) = bench.tier.take_tasks(bench.now)
+    names = list(bench.objects)
+    bench.store.drop(block(1))
+    assert bench.work() == [Errand.DELETE]
+    bench.tier.found(listing.name, names)
+    listing.ended(bench.now, DONE, None)
+    assert (bench.tier.holds(block(1)), bench.tier.holds(block(2))) == (False, True)
+    assert list(bench.objects) == [name(2)]
+    bench.store.drop(block(3))
+    assert bench.work() == [], "there is no such object, as is known by now"
+
+
 def test_what_a_store_gives_back_is_believed_if_it_says_what_it_should() -> None:
     bench = Bench()
     bench.tier.configure({1: 50.0})
