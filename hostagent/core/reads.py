@@ -567,7 +567,9 @@ class Reads:
             self._read(now, fetch)
         else:
             self._over(fetch.block)
+            late = self._take_late(fetch) if fetch.asked_homes else []
             self._end_without(fetch, MissReason.NOT_FOUND)
+            self._fetch_anew(now, fetch.block, late)
 
     def _tell_recallers(self, fetch: _Fetch) -> None:
         recallers, fetch.recallers = fetch.recallers, []

@@ -445,6 +445,23 @@ def test_what_no_home_has_is_read_where_all_can_read_it(how: str) -> None:
     assert reader.core.store.counters.no_room == 0
 
 
+def test_who_came_after_the_homes_were_asked_is_not_told_that_they_lack_what_was_put() -> None:
+    reader, home, _ = pool_of([2])
+    cold = SlowTier("cold", is_shared=True)
+    reader.core.reads.sources.append(cold)
+    before = reader.get(1, deadline_s=5.0)
+    exchange(reader, home)
+    home.hold(1, b"put since")
+    reader.now += 0.1
+    after = reader.get(1, deadline_s=5.0)
+    assert cold.ended is not None
+    cold.ended(reader.now, "it does not answer", 0, 0.0)
+    assert [(item.status, item.reason) for item in before] == [(local.MISS, "not_found")]
+    exchange(reader, home)
+    assert [reader.bytes_of(item) for item in after] == [b"put since"]
+    assert reader.core.reads.waiting == 0
+
+
 def test_who_waits_no_more_has_nothing_read_where_all_can_read_it() -> None:
     reader, _, _ = pool_of([2])
     cold = SlowTier("cold", is_shared=True)
