@@ -213,6 +213,7 @@ class AsyncClient:
         loop = asyncio.get_running_loop()
         end = loop.time() + RECONNECT_S
         self._cut = True
+        self._leave_courier()
         backoff = Backoff(RETRY_S, MAX_RETRY_S)
         old = self._writer  # open meanwhile: by its end the agent would know that we are gone
         while True:

@@ -108,14 +108,18 @@ class Client:
 
     def _take_courier(self) -> None:
         """The courier's socket that came with the Welcome, instead of the one before."""
-        if self._courier is not None:
-            self._courier.close()
-            self._courier = None
+        self._leave_courier()
         descriptor, self._conversation.courier_fd = self._conversation.courier_fd, -1
         if descriptor >= 0:
             self._courier = socket.socket(fileno=descriptor)
             self._courier_patience_s = -1.0
-        self._conversation.has_courier = self._courier is not None
+            self._conversation.has_courier = True
+
+    def _leave_courier(self) -> None:
+        """Ask the courier no more, and hear no more of it."""
+        if self._courier is not None:
+            self._courier.close()
+        self._courier, self._conversation.has_courier = None, False
 
     def _ask_courier(self, ask: Ask, end: float) -> Ask | local.AgentReply:
         """Ask the courier; its answer, or what the agent is to be asked."""
@@ -140,13 +144,15 @@ class Client:
                     conversation.give_back(got)
         except OSError:  # also: no answer in time
             pass
-        courier.close()
-        self._courier, conversation.has_courier = None, False
+        self._leave_courier()
         return ask
 
     def _reconnect(self, end: float, why: Exception) -> None:
         """Connect to the agent that comes after, until `end`; else AgentGoneError. To be called
         with the lock."""
+        self._leave_courier()
+        while self._replies:
+            self._conversation.forget(self._replies.popleft())
         # The old connection stays open meanwhile: by its end the agent would know that we are gone.
         with self._socket:
             while True:
@@ -167,7 +173,6 @@ class Client:
                     break
         self._socket = fresh
         self._patience_s = -1.0
-        self._replies.clear()
 
     def _run(self, call: Call[T]) -> T:
         self._conversation.check()

@@ -136,7 +136,8 @@ class Conversation:
         self._name = ""
         self._token = b""
         self._held: set[int] = set()
-        """Handles and tickets that the agent holds for us."""
+        """Handles and tickets that the agent holds for us: from the moment at which we hear of
+        them, since an agent that comes after takes back what we do not name."""
         self._released: deque[int] = deque()
         """Handles that the agent has not heard are released (see `_results`)."""
         self.lives = 0
@@ -174,8 +175,9 @@ class Conversation:
         return bool(self._token) and not self._forked
 
     def hello_again(self) -> bytes:
-        """What to send first on a connection that is made anew; `welcomed` hears the answer. Then
-        all questions without an answer are to be asked again."""
+        """What to send first on a connection that is made anew; `welcomed` hears the answer. Before
+        it, the courier's socket is to be closed, since nothing is to be heard there any more; and
+        then all questions without an answer are to be asked again."""
         self._codec = MessageCodec[local.ServerMessage](
             local.ServerMessage, max_message_bytes=MAX_LOCAL_MESSAGE_BYTES
         )
@@ -209,6 +211,8 @@ class Conversation:
             raise AgentGoneError("the agent takes us for another client")
         self.lives += 1
         self._token = welcome.token
+        if welcome.courier:
+            self.courier_fd = self._fds.pop()
         if welcome.resumed:
             if self._local is not None:
                 self._local.resumed()
@@ -216,8 +220,6 @@ class Conversation:
         self._held.clear()  # of a former agent, if there was one: nobody holds it any more
         self._rooms.clear()
         self._local = None
-        if welcome.courier:
-            self.courier_fd = self._fds.pop()
         if welcome.index_bytes:
             self._local = map_shared(
                 *(self._fds.pop(1), self._fds.pop(1)),
@@ -250,6 +252,7 @@ class Conversation:
         for message in self._heard(data):
             if isinstance(message, (local.Welcome, local.Rejected)):
                 raise AgentGoneError(f"the agent answered with {type(message).__name__}")
+            self._held.update(_given_by(message))
             replies.append(message)
         return replies
 
@@ -331,6 +334,7 @@ class Conversation:
         for status, tier, _, _, handle, offset, size_bytes, digest in ANSWER.iter_unpack(answer):
             if status == GIVEN and tier < len(TIERS):
                 refused = False
+                self._held.add(handle)
                 found = local.GotBlock(
                     *(local.OK, "", TIERS[tier]), handle, offset, size_bytes, digest
                 )
@@ -379,6 +383,7 @@ class Conversation:
 
     def give_back(self, reply: local.AgentReply) -> None:
         """Nobody takes this answer: let the agent have back what it holds."""
+        self.forget(reply)
         if isinstance(reply, local.Got):
             handles = [got.handle for got in reply.blocks if got.status == local.OK]
             if handles:
@@ -387,6 +392,11 @@ class Conversation:
             self._abort([e.ticket for e in reply.extents if e.status == local.OK])
         elif isinstance(reply, local.Committed) and reply.room is not None:
             self._abort([reply.room.ticket])
+
+    def forget(self, reply: local.AgentReply) -> None:
+        """Nobody takes this answer of an agent that is gone: the one that comes after takes back
+        what it holds."""
+        self._held.difference_update(_given_by(reply))
 
     def give_up(self, requests: Iterable[local.Numbered]) -> None:
         """Nobody waits for the answers to these questions any more: the agent need not have the
@@ -445,7 +455,6 @@ class Conversation:
                 yield Outcome(None, got.status, got.reason)
                 continue
             data = self._memory.read(got.offset, got.size_bytes)
-            self._held.add(got.handle)
             release = release_together if got.handle in together else self._release
             yield Block(key, data, got.digest, got.tier, release, got.handle)
 
@@ -701,7 +710,6 @@ class Conversation:
     def _take_room(self, like: tuple[int, int], committed: local.Committed) -> None:
         """Keep the room that came for the next block of a namespace and size."""
         if committed.room is not None:
-            self._held.add(committed.room.ticket)
             self._rooms[like] = committed.room
 
     def reserve(
@@ -762,7 +770,6 @@ class Conversation:
         for key, ticket, room in rooms:
             reservation.views[key] = room
             reservation.tickets[ticket] = key
-            self._held.add(ticket)
 
     def commit(self, reservation: Reservation, *, ack: Ack = "") -> Call[None]:
         """Make what was written into a reservation blocks of the pool; `ack` as in `put`. Raises
@@ -992,6 +999,17 @@ def _as_bytes(data: Buffer) -> memoryview:
     if view.nbytes == 0:
         raise ValueError("a block has at least one byte")
     return view.cast("B") if view.format != "B" or view.ndim != 1 else view
+
+
+def _given_by(reply: local.AgentReply) -> list[int]:
+    """Handles and tickets that an answer gives."""
+    if isinstance(reply, local.Got):
+        return [got.handle for got in reply.blocks if got.status == local.OK]
+    if isinstance(reply, local.Allocated):
+        return [extent.ticket for extent in reply.extents if extent.status == local.OK]
+    if isinstance(reply, local.Committed) and reply.room is not None:
+        return [reply.room.ticket]
+    return []
 
 
 def _one_each(asked: Sequence[object], answered: list[T]) -> list[T]:

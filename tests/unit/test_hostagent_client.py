@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from kvcast.hostagent.client import AgentGoneError, AsyncClient, BusyError
+from kvcast.hostagent.client.conversation import Conversation
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.framing import MessageCodec
+from kvcast.protocol.messages.questions import ANSWER, GIVEN
 
 ARENA_BYTES = 1 << 20
 _SILENCE_S = 60.0
@@ -188,3 +190,27 @@ async def test_blocks_of_the_first_message_are_released_where_the_second_fails(
     assert release.handles == [77]
     with pytest.raises(BusyError):
         await getting
+
+
+def _held(conversation: Conversation) -> set[int]:
+    """What an agent that comes after is told is held."""
+    codec: MessageCodec[Any] = MessageCodec(local.ClientMessage)
+    (hello,) = codec.feed(conversation.hello_again())
+    return set(hello.resume.held)
+
+
+def test_what_an_answer_gives_is_held_before_anybody_has_taken_it() -> None:
+    codec: MessageCodec[Any] = MessageCodec(local.ServerMessage)
+    posted: list[local.Request] = []
+    conversation = Conversation(posted.append)
+    (got,) = conversation.replies(
+        codec.encode(local.Got(1, [local.GotBlock(local.OK, "", "home", 7, 0, 10, 5)]))
+    )
+    conversation.replies(codec.encode(local.Allocated(2, [local.Extent(local.OK, 8, 0)])))
+    _, given = conversation.heard_of_courier(ANSWER.pack(GIVEN, 0, 0, 3, 9, 0, 10, 5))
+    assert given is not None
+    assert _held(conversation) == {7, 8, 9}
+    conversation.give_back(got)
+    conversation.forget(given)
+    assert _held(conversation) == {8}
+    assert posted == [local.Release([7])]
