@@ -67,6 +67,7 @@ from kvcast.protocol.links.rdma import VerbsError
 from kvcast.protocol.links.stream import LinkError
 from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register
 from kvcast.protocol.messages.ethernet import Endpoint, parse_ip, parse_mac
+from kvcast.protocol.messages.questions import FIRST_HANDLE
 from kvcast.protocol.messages.roce import SHARED_CHUNKING
 from kvcast.protocol.messages.shared import REGION_BYTES, index_bytes
 from kvcast.protocol.messages.wire import chunking_for
@@ -195,7 +196,7 @@ class Agent:
         )
         loop = asyncio.get_running_loop()
         driver: CourierDriver | None = None
-        if isinstance(loop, CourierLoop) and index is not None and standing is None:
+        if isinstance(loop, CourierLoop) and index is not None:
             driver = self._make_courier(loop, index, store)
         self._bulk_caller = BulkCaller(
             self.core, options.bulk, self.transport.pump, options.credentials
@@ -236,6 +237,8 @@ class Agent:
                 self._local_server.restore(standing.survivors.values())
             elif standing.survivors:
                 raise ArenaError("clients outlive their agent, and no map says what they hold")
+            elif ledger is not None:
+                ledger.moment[:] = bytes(len(ledger.moment))  # of clients that are gone
         if not stands:
             self.let_clients_in()
         stack.push_async_callback(self._local_server.close)
@@ -307,13 +310,19 @@ class Agent:
             arena_address=address_of_buffer(self.arena.memory),
             most_bytes=core.store.allocator.capacity_bytes // _LANDINGS_SHARE,
             hashing=functions,
+            ledger=core.ledger,
+            # No handle of a former agent's may be taken for one of ours.
+            first_handle=FIRST_HANDLE | secrets.randbits(29) << 32,
         )
         pushes = Pushes(
             *(courier, store, core.writes, core.serving, core.outbox, core.metrics),
             arena_address=address_of_buffer(self.arena.memory),
             lane=0 if core.lane is None else core.lane.address,
         )
-        core.serving.stored = pushes.stored
+        if core.ledger is None:
+            core.serving.stored = pushes.stored
+        else:
+            courier.pushes = None  # what is put so stands nowhere until it is booked
         return CourierDriver(
             *(courier, pushes, loop.selector, core.requester.placement),
             frames=transport.socket,
@@ -335,13 +344,15 @@ class Agent:
         conveyors = driver.conveyors
         self.bulk_server.conveyors = self._bulk_caller.conveyors = conveyors
         driver.connect = self._bulk_caller.convey
+        driver.courier.takes_conveyors = self.core.options.lone_reads_by_tcp
+        self.core.serving.conveys = conveyors.gives
+        self.core.stop_conveying = conveyors.stop_giving
+        if self.core.ledger is not None:
+            return
         self.bulk_server.pushes = self._bulk_caller.pushes = driver.push_sockets
         driver.connect_to_push = self._connect_to_push
         driver.pushes.connects = True
         self.core.serving.takes_pushes = driver.pushes.takes
-        driver.courier.takes_conveyors = self.core.options.lone_reads_by_tcp
-        self.core.serving.conveys = conveyors.gives
-        self.core.stop_conveying = conveyors.stop_giving
         # Not now: what has ended and what has landed is being heard of.
         loop, sockets = asyncio.get_running_loop(), driver.push_sockets
         self.core.stop_pushing = lambda: loop.call_soon(sockets.stop_pushing)

@@ -36,6 +36,7 @@ from typing import Any, Final
 import msgspec
 from kvcast.hostagent.death_watch import DeathWatch
 from kvcast.hostagent.network import lander
+from kvcast.hostagent.network.courier import CourierLoop, compile_wait
 from kvcast.hostagent.network.local_server import SocketInUseError
 from kvcast.hostagent.network.mover import Mover
 from kvcast.hostagent.network.survivors import Survivor
@@ -43,7 +44,7 @@ from kvcast.hostagent.options import Options
 from kvcast.hostagent.standing import Standing, kept_options, stand_up
 from kvcast.hostagent.tiers.arena import ArenaError
 from kvcast.hostagent.tiers.kept import from_descriptors
-from kvcast.protocol import lane
+from kvcast.protocol import courier, lane, pushing
 from kvcast.protocol.links.backoff import pause_after
 from kvcast.protocol.messages.local import LOCAL_PROTOCOL_VERSION
 from kvcast.protocol.messages.shared import INDEX_LAYOUT
@@ -349,7 +350,8 @@ class Supervisor:
             nice = os.getpriority(os.PRIO_PROCESS, 0)
             with contextlib.suppress(OSError):  # who may not is no quicker than others
                 os.setpriority(os.PRIO_PROCESS, 0, min(nice, _STARTING_NICE))
-            status = asyncio.run(self.run(Place(self.standing, pipe, nice)))
+            with asyncio.Runner(loop_factory=CourierLoop) as runner:
+                status = runner.run(self.run(Place(self.standing, pipe, nice)))
         except BaseException:
             log.exception("the agent failed")
         finally:
@@ -575,6 +577,9 @@ def warm_up() -> None:
     """Have what an agent compiles, or imports late, ready before it is needed."""
     Placement(seed=1)
     lane.compiled()
+    compile_wait()
+    courier.compiled()
+    pushing.compiled()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         Mover(sock, connected=False, joins=False)
         if lander.available():

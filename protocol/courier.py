@@ -18,7 +18,9 @@ the requester's. The courier keeps nothing of such a question; so what has begun
 for as long as more does, and chunks that are lost are asked for again here, `MOST_REPAIRS` times.
 
 What has happened stands in *records*, which Python takes before it does anything else. So nothing
-that the courier has given to a client is ever unknown to the code that might evict it.
+that the courier has given to a client is ever unknown to the code that might evict it. A record is
+whole before the client is told; where the records lie in memory that outlives the process, the
+agent that comes after reads there what this one had not taken yet.
 
 A question that is asked while another client's is in flight for the same block waits for the same
 answer. What lies here already, or may lie below DRAM, and what Python is fetching, is Python's to
@@ -360,6 +362,12 @@ class Record(Struct):
     rtt_ns: U64
     read_ns: U64
     """FAILED: when its READ left, if nothing has been heard since; else 0."""
+    offset: U64
+    """LANDED, JOINED: where the block lies,"""
+    session: U64
+    """and whose the handle is."""
+    check: U64
+    """Of such a record, once it is whole (`proves_itself`)."""
 
 
 class Client(Struct):
@@ -367,6 +375,8 @@ class Client(Struct):
 
     state: U32
     asked: U32
+    session: U64
+    """Its number to whoever is told of it by an agent that comes after."""
     next_handle: U64
     held_bytes: U64
     """What its session says that it holds,"""
@@ -1333,8 +1343,10 @@ def _give(courier: Courier, number: U64, of: U64, tier: U64, digest: U64, now_ns
     landing = courier.landings[brought.landing]
     client = 0 + asked.client
     handle = 0
+    session = 0
     if client != NOBODY:
         who = courier.clients[client]
+        session = 0 + who.session
         who.asked -= 1
         who.promised_bytes -= asked.promised
         who.given_bytes += landing.size
@@ -1361,7 +1373,25 @@ def _give(courier: Courier, number: U64, of: U64, tier: U64, digest: U64, now_ns
     record.rtt_ns = 0 + NO_READ
     if brought.frames != 0:
         record.rtt_ns = brought.began_ns - brought.asked_ns
+    record.offset = landing.offset
+    record.session = session
+    record.check = _check_of(record)
     courier.in_flight -= 1
+
+
+@native
+def _check_of(record: Record) -> U64:
+    named = record.key + record.rest_of_key * _BY_LOW + record.namespace * _BY_NAMESPACE
+    held = record.session + record.handle * _BY_LOW + record.offset * _BY_NAMESPACE
+    return ((named ^ held) * _SPREAD + (record.size ^ record.digest)) * _SPREAD_AGAIN | 1
+
+
+@native
+def proves_itself(record: Record) -> bool:
+    """Whether a record that another process has left says what was given to a client: one at which
+    it died says nothing, and no client was told."""
+    given = record.kind == LANDED or record.kind == JOINED
+    return given and record.handle != 0 and record.check == _check_of(record)
 
 
 # --- the conveyor -----------------------------------------------------------------------------
@@ -1722,7 +1752,7 @@ def close_batch(courier: Courier, number: U64) -> None:
 
 assert QUESTION.size == ctypes.sizeof(ctypes_of(Question))
 assert ANSWER.size == ctypes.sizeof(ctypes_of(Answer)) - shared.WORD_BYTES
-RECORD: Final = struct.Struct("=IIQ16sIIIIQQQQQ")
+RECORD: Final = struct.Struct("=IIQ16sIIII8Q")
 assert RECORD.size == ctypes.sizeof(ctypes_of(Record))
 
 
@@ -1742,6 +1772,9 @@ class Told(NamedTuple):
     elapsed_ns: int
     rtt_ns: int
     read_ns: int
+    offset: int
+    session: int
+    check: int
 
 
 class Compiled(NamedTuple):
@@ -1761,6 +1794,7 @@ class Compiled(NamedTuple):
     cut_off: Callable[[int, int], None]
     next_read: Callable[[int], bool]
     close_batch: Callable[[int, int], None]
+    proves_itself: Callable[[int], bool]
 
 
 @cache
@@ -1768,7 +1802,7 @@ def compiled() -> Compiled:
     """The compiled functions; made, or read from the cache on disk, when first asked for."""
     functions = (
         *(hear, frame_came, came, expire, yield_block, yield_all, leave, unask),
-        *(reply_came, block_came, progressed, cut_off, next_read, close_batch),
+        *(reply_came, block_came, progressed, cut_off, next_read, close_batch, proves_itself),
     )
     library = Library(*functions)
     return Compiled(*(library.call(function) for function in functions))

@@ -21,13 +21,14 @@ from kvcast.bench.fuzz.entry_points import check_store
 from kvcast.bench.fuzz.targets import entry_point, pool_map
 from kvcast.hostagent.core import courier as core_courier
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
-from kvcast.hostagent.core.courier import Courier
+from kvcast.hostagent.core.courier import Courier, given_lately
 from kvcast.hostagent.core.sessions import Session
 from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.store import Store, StoreError
 from kvcast.hostagent.network.lander import hashing
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
+from kvcast.hostagent.tiers.ledger import LEDGER_BYTES, MOMENT_BYTES, Ledger
 from kvcast.protocol.conveyor import GIVEN_HERE, NOT_HERE, REPLY, REQUEST
 from kvcast.protocol.courier import CLIENT_HERE, MOST_REPAIRS
 from kvcast.protocol.messages import local, shared
@@ -79,6 +80,8 @@ HOME_IP: Final = 0x0A4D0002
 """and its address."""
 _SLAB: Final = 64 * 1024
 _SLABS: Final = 48
+_LEDGER_LOOK: Final = 64 * 1024
+"""As much of the ledger is more than two clients use."""
 _STEP: Final = struct.Struct("<BBB")
 _LARGE_BYTES: Final = 180_000
 _SIZES: Final = (20_000, 30_000, 30_000, 30_000, 65_536, 9_000)
@@ -146,9 +149,12 @@ class Stand:
         self._index_memory = memoryview(bytearray(shared.index_bytes(buckets_for(size_bytes))))
         index = Index(self._index_memory, size_bytes, 1)
         self.store = Store(Allocator(size_bytes, _SLAB))
+        self.ledger_memory = memoryview(bytearray(LEDGER_BYTES))
+        ledger = Ledger(self.ledger_memory)
         self.core = AgentCore(
             *(AgentOptions(node_id="node-1"), self.store, self.memory, random.Random(1)),
-            SharedIndex(index, self.store, lambda: None),
+            SharedIndex(index, self.store, lambda: None, ledger),
+            ledger=ledger,
         )
         self.now = 0.0
         self._epoch = 3
@@ -169,12 +175,15 @@ class Stand:
             arena_address=address_of_buffer(self.memory),
             most_bytes=size_bytes // 2,
             hashing=functions,
+            ledger=ledger,
         )
         self.core.reads.courier = self.courier
         self.core.requester.placement.before_python = self._before_python
         self.reads: list[bytes] = []
         """READs that the courier has sent."""
         self.sessions: list[Session] = []
+        self._sessions = 0
+        """How many there have been."""
         self.numbers: list[int] = []
         self._regions: list[memoryview] = []
         self.asked: list[dict[int, list[int]]] = []
@@ -212,7 +221,8 @@ class Stand:
         self.core.requester.placement.know({HOME_IP: HOME, HOME_IP + 1: HOME + 1})
 
     def _join(self) -> None:
-        session = Session(self.core, lambda _reply: None)
+        self._sessions += 1
+        session = Session(self.core, lambda _reply: None, number=self._sessions)
         region = memoryview(bytearray(shared.REGION_BYTES))
         session.share(region, lambda _reason: None)
         number = self.courier.join(session)
@@ -233,9 +243,25 @@ class Stand:
     def settle(self) -> None:
         """What the courier has done is booked, and its clients hear of it."""
         self._hear_conveyor()
+        known = self.left_behind()
         self.courier.book(self.now)
         for number, answer in self.courier.take_answers():
             self._told(self.numbers.index(number), answer)
+        for found in (known, self.left_behind()):
+            for session, held in zip(self.sessions, self.held, strict=True):
+                for handle, (block, offset, size_bytes) in held.items():
+                    of = BlockId(NAMESPACE, key_of(block)), offset, size_bytes
+                    assert found.get((session.number, handle)) == of, "nobody would know who holds"
+
+    def left_behind(self) -> dict[tuple[int, int], tuple[BlockId, int, int]]:
+        """What an agent would find that came after one which died now: who holds which block, by
+        session and handle."""
+        memory = memoryview(bytearray(LEDGER_BYTES))
+        for part in (slice(_LEDGER_LOOK), slice(-MOMENT_BYTES, None)):
+            memory[part] = self.ledger_memory[part]
+        ledger = Ledger(memory)
+        rows = [*(row for _, row in ledger.found()), *given_lately(ledger)]
+        return {(r.session, r.number): (r.block, r.offset, r.size_bytes) for r in rows}
 
     def _told(self, client: int, answer: bytes) -> None:
         told = list(ANSWER.iter_unpack(answer))
@@ -481,6 +507,7 @@ class Stand:
         for number, session in zip(self.numbers, self.sessions, strict=True):
             self.courier.leave(number)
             session.close()
+        self.held = [{}, {}]
         assert not self.courier.in_flight
         self.courier.give_room_back()
         self.pass_time(10.0)

@@ -31,6 +31,7 @@ from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.spread import Spread
 from kvcast.hostagent.core.store import Copy, Store, StoreError
 from kvcast.hostagent.tiers.counting_filter import CountingFilter
+from kvcast.hostagent.tiers.ledger import HANDLE, MOMENT_BYTES, Ledger, Row
 from kvcast.native.subset import ctypes_of
 from kvcast.protocol import courier
 from kvcast.protocol.bounded_map import BoundedMap
@@ -109,8 +110,14 @@ _STATE_BYTES: Final = 1024
 """XXH3_state_t has 576, at a multiple of 64."""
 
 
+assert courier.RECORDS * RECORD.size <= MOMENT_BYTES
+
+
 class Holder(Protocol):
     """A client, as far as the courier goes: its session."""
+
+    number: int
+    """In the ledger, where there is one."""
 
     def may_be_given(self) -> tuple[int, int]:
         """(bytes that it holds, bytes up to which the courier may give it more)."""
@@ -239,7 +246,8 @@ class _Seen(NamedTuple):
 class Courier:
     """The courier's tables, and the core's side of them. `index_address`: where the index of
     `index_bits` bits of buckets lies, which stays there; `arena_address`: where the arena does, of
-    which landing places take `most_bytes` at most."""
+    which landing places take `most_bytes` at most. `ledger`: where it stands what clients were
+    given, for an agent that comes after. Handles count from `first_handle`."""
 
     def __init__(
         self,
@@ -254,8 +262,12 @@ class Courier:
         arena_address: int,
         most_bytes: int,
         hashing: tuple[int, int, int],
+        ledger: Ledger | None = None,
+        first_handle: int = FIRST_HANDLE,
     ) -> None:
         self.counters = CourierCounters()
+        self._ledger = ledger
+        self._first_handle = first_handle
         self.code = courier.compiled()
         self._store = store
         self._requester = requester
@@ -337,6 +349,8 @@ class Courier:
         self._clients = self._array(courier.Client, MAX_CLIENTS)
         mine.clients = ctypes.addressof(self._clients)
         self._records = self._array(courier.Record, courier.RECORDS)
+        if ledger is not None:
+            self._records = type(self._records).from_buffer(ledger.moment)
         self._records_view = memoryview(self._records).cast("B")
         mine.records = ctypes.addressof(self._records)
         self._answers = self._array(courier.Answer, courier.ANSWERS)
@@ -380,7 +394,8 @@ class Courier:
         client = self._clients[number]
         client.state = courier.CLIENT_HERE
         client.asked = client.given_bytes = client.promised_bytes = 0
-        client.next_handle = FIRST_HANDLE
+        client.session = holder.number
+        client.next_handle = self._first_handle
         client.held_bytes, client.max_bytes = holder.may_be_given()
 
         def tell(held_bytes: int) -> None:
@@ -583,7 +598,9 @@ class Courier:
         )
         if seen != self._seen:
             self._follow(now, seen)
-        self._courier.open = self._requester.reads_alone(now)
+        # What a client was told of must find a row, whatever else is written meanwhile.
+        has_rows = self._ledger is None or self._ledger.free_rows >= 2 * courier.RECORDS
+        self._courier.open = has_rows and self._requester.reads_alone(now)
         if self._courier.wanted_places:
             self._want(self._courier.wanted_places)
             self._courier.wanted_places = 0
@@ -855,6 +872,8 @@ class Courier:
                 self._failed(now, told)
         if landed is not None:
             self._store.unpin(landed)
+        # An agent that comes after finds none of them: all stand in the ledger.
+        ctypes.memset(mine.records, 0, count * RECORD.size)
         mine.record_count = mine.landed = 0
         touched.discard(NOBODY)
         for number in touched:
@@ -960,6 +979,24 @@ class Courier:
         """Whether frames came that nobody has counted yet: those that are refused are told by
         nothing else."""
         return self._requester.placement.uncounted
+
+
+def given_lately(ledger: Ledger) -> Iterator[Row]:
+    """What a former agent's courier has given to clients, and that agent did not live to write
+    down; afterwards nothing is left of it."""
+    code = courier.compiled()
+    records = (ctypes_of(courier.Record) * courier.RECORDS).from_buffer(ledger.moment)
+    for record in records:
+        if not record.kind:
+            break
+        if code.proves_itself(ctypes.addressof(record)):
+            told = Told._make(RECORD.unpack(bytes(record)))
+            block = BlockId(told.namespace, told.key)
+            yield Row(
+                *(told.session, told.handle, block, told.offset),
+                *(told.size_bytes, told.digest, HANDLE),
+            )
+    ctypes.memset(ctypes.addressof(records), 0, ctypes.sizeof(records))
 
 
 def _ns(seconds: float) -> int:

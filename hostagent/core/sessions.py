@@ -36,7 +36,7 @@ from kvcast.protocol.messages.control import (
     NamespaceInfo,
     NamespaceRequest,
 )
-from kvcast.protocol.messages.questions import MAX_MANY
+from kvcast.protocol.messages.questions import FIRST_HANDLE, MAX_MANY
 from kvcast.protocol.messages.wire import KEY_BYTES, BlockId
 
 _DROP_TIMEOUT_S = 5.0
@@ -128,7 +128,8 @@ class Session:
                 continue
             (self._tickets if row.kind == ledgers.TICKET else self._handles)[row.number] = copy
             self._rows[row.number] = at
-            self._next_handle = max(self._next_handle, row.number + 1)
+            if row.number < FIRST_HANDLE:
+                self._next_handle = max(self._next_handle, row.number + 1)
         if region is None:
             return
         assert shared is not None
@@ -471,6 +472,8 @@ class Session:
         """It was told that it holds this copy, which is pinned once for it."""
         self._handles[handle] = copy
         self._hold(copy)
+        has_row = self._has_row(handle, ledgers.HANDLE, copy)
+        assert has_row, "the courier gives nothing where there are no rows left"
 
     def returned(self, handle: int) -> None:
         """It does not need this handle any more."""

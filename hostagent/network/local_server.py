@@ -32,7 +32,7 @@ from kvcast.hostagent.core.access import (
     tenants_of,
 )
 from kvcast.hostagent.core.agent import AgentCore
-from kvcast.hostagent.core.courier import Holder
+from kvcast.hostagent.core.courier import Holder, given_lately
 from kvcast.hostagent.core.sessions import Session
 from kvcast.hostagent.network.courier import CourierDriver
 from kvcast.hostagent.network.peer_credentials import peer_of
@@ -119,6 +119,10 @@ class LocalServer:
         rows: dict[int, list[tuple[int, Row]]] = {}
         for at, row in ledger.found():
             rows.setdefault(row.session, []).append((at, row))
+        for row in given_lately(ledger):
+            of_one = rows.setdefault(row.session, [])
+            if row.number not in [known.number for _, known in of_one]:
+                of_one.append((ledger.write(row), row))
         last = 0
         for survivor in survivors:
             last = max(last, survivor.number)
@@ -304,8 +308,10 @@ class LocalServer:
         if client.resumed:
             keeper.joined(client.survivor(connection))
             client.close_region_fd()
-            welcome = msgspec.structs.replace(welcome, resumed=True)
-            connection.send(codec.encode(welcome))
+            with contextlib.ExitStack() as stack:
+                fds = self._join_courier(client, stack) if client.session.region else []
+                welcome = msgspec.structs.replace(welcome, resumed=True, courier=bool(fds))
+                socket.send_fds(connection, [codec.encode(welcome)], fds)
             return
         with contextlib.ExitStack() as stack:
             fds = [self._arena.open_for_client(read_only=hello.read_only)]
@@ -315,20 +321,28 @@ class LocalServer:
                 stack.callback(os.close, fds[1])
                 fds.append(client.share())
                 stack.callback(os.close, fds[2])
-                courier = client.join_courier()
-                if courier is not None:
-                    stack.callback(courier.close)
-                    fds.append(courier.fileno())
+                courier = self._join_courier(client, stack)
+                fds += courier
                 welcome = local.Welcome(
                     *(LOCAL_PROTOCOL_VERSION, node_id, self._arena.size_bytes),
                     *(self._index.size_bytes, client.session.max_pinned_bytes),
                     token=token,
-                    courier=courier is not None,
+                    courier=bool(courier),
                 )
             if token:
                 keeper.joined(client.survivor(connection))
             # A new connection's buffer takes so few bytes whole.
             socket.send_fds(connection, [codec.encode(welcome)], fds)
+
+    @staticmethod
+    def _join_courier(client: _Client, stack: contextlib.ExitStack) -> list[int]:
+        """The descriptor of the client's end of its courier's socket, until the stack ends, if it
+        can have one."""
+        courier = client.join_courier()
+        if courier is None:
+            return []
+        stack.callback(courier.close)
+        return [courier.fileno()]
 
     def _offended(self, holder: Holder) -> None:
         client = self._on_courier.get(holder)
@@ -464,10 +478,9 @@ class _Client(asyncio.Protocol):
         return self._region.fd
 
     def join_courier(self) -> socket.socket | None:
-        """The client's end of its courier's socket, to be sent and closed, if it can have one. What
-        it holds by it would be news to an agent that comes after."""
+        """The client's end of its courier's socket, to be sent and closed, if it can have one."""
         courier = self._server.courier
-        if courier is None or self._server.keeps:
+        if courier is None:
             return None
         self._server.on_courier(self)
         return courier.add(self.session)
@@ -573,8 +586,9 @@ def _unheard(_reply: local.AgentReply) -> None:
 
 
 def _first_handle() -> int:
-    """Where a session begins to count, so that no handle of another life is taken for its own."""
-    return secrets.randbits(31) << 32 | 1
+    """Where a session begins to count, so that no handle of another life is taken for its own, nor
+    for one of the courier's."""
+    return secrets.randbits(30) << 32 | 1
 
 
 def listen_locally(options: LocalOptions) -> socket.socket:

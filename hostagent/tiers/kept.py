@@ -121,6 +121,8 @@ def from_descriptors(options: KeptOptions, arena_fd: int, index_fd: int, ledger_
     owned = _state_of(options, index_fd)
     if owned is None:
         raise ArenaError(f"{options.index_path}: what is handed over is no index")
+    if _size_of(ledger_fd) < LEDGER_BYTES:  # of a release whose couriers left nothing in it
+        os.ftruncate(ledger_fd, LEDGER_BYTES)
     return _map(options, arena_fd, index_fd, ledger_fd, owned, 0)
 
 

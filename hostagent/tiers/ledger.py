@@ -6,7 +6,9 @@ done with a row by a later agent (`core.sessions` restores clients from them).
 A client that outlives its agent reads the blocks that it was given, and writes what it reserved,
 as if nothing had happened. So the next agent must know these extents before it uses a byte of the
 arena for something else; that it can also go on serving the client under the same numbers is a
-gift. A row is written before the client is told of what it names.
+gift. A row is written before the client is told of what it names. What compiled code gives stands
+in the *moment* first, memory behind the rows in which the courier writes its records
+(`kvcast.protocol.courier`), and in rows as soon as Python runs.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ BY_ITSELF: Final = 4
 _ROW: Final = struct.Struct("=3Q16s2QI2H")
 ROW_BYTES: Final = _ROW.size
 ROWS: Final = 65_536
-LEDGER_BYTES: Final = ROW_BYTES * ROWS
+MOMENT_BYTES: Final = 256 * 1024
+LEDGER_BYTES: Final = ROW_BYTES * ROWS + MOMENT_BYTES
 NO_ROW: Final = -1
 _NO_CHECK: Final = bytes(8)
 
@@ -53,6 +56,8 @@ class Ledger:
     def __init__(self, memory: memoryview) -> None:
         assert len(memory) == LEDGER_BYTES
         self._memory = memory
+        self.moment = memory[ROW_BYTES * ROWS :]
+        """Records of the courier, as a former agent has left them, or this one writes them."""
         self._words = memory.cast("Q")
         self._fresh = min(max(self._words[0], 1), ROWS)
         """Rows from here on were never used; the first word of the memory says so, and there is no
@@ -94,6 +99,11 @@ class Ledger:
         self._memory[start + 8 : start + ROW_BYTES] = data[8:]
         self._memory[start : start + 8] = _check_of(data[8:]).to_bytes(8, "little")
         return at
+
+    @property
+    def free_rows(self) -> int:
+        """How many more rows can be written."""
+        return len(self._free) + ROWS - self._fresh
 
     def strike(self, at: int) -> None:
         """A row does not hold any more."""

@@ -14,12 +14,13 @@ import signal
 import socket
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 from hostagent_harness import MiniController, PlainSwitch, mac_of, until
+from kvcast.hostagent import membarrier
 from kvcast.hostagent.client import AgentGoneError, AsyncClient, Client, UnavailableError
 from kvcast.hostagent.flags import options_of, parse
 from kvcast.hostagent.supervisor import GIVE_UP_AFTER, _question_of
@@ -46,18 +47,21 @@ def children(pid: int) -> list[int]:
 class Node:
     """One node whose agent keeps its arena."""
 
-    def __init__(self, folder: Path, controller: MiniController, switch: PlainSwitch) -> None:
-        self.words = [*command(1, controller, switch, folder), "--arena-keep"]
-        self.socket = str(folder / "1.sock")
+    def __init__(
+        self, folder: Path, controller: MiniController, switch: PlainSwitch, number: int = 1
+    ) -> None:
+        self.words = [*command(number, controller, switch, folder), "--arena-keep"]
+        self.socket = str(folder / f"{number}.sock")
         self.process: Process
         self.started: list[Process] = []
         self._switch = switch
+        self._number = number
 
     async def start(self, *more: str) -> None:
         self.process, ready = await start([*self.words, *more])
         self.started.append(self.process)
         host, port = str(ready["tunnel"]).split(":")
-        self._switch.attach(1, mac_of(1), (host, int(port)))
+        self._switch.attach(self._number, mac_of(self._number), (host, int(port)))
 
     def agent(self) -> int:
         """The process that serves."""
@@ -75,16 +79,26 @@ class Node:
 
 @contextlib.asynccontextmanager
 async def node(folder: Path) -> AsyncIterator[Node]:
+    async with nodes(folder, 1) as (one,):
+        yield one
+
+
+@contextlib.asynccontextmanager
+async def nodes(folder: Path, count: int) -> AsyncIterator[list[Node]]:
+    """The last of them is the home of all blocks."""
     controller, switch = MiniController(), PlainSwitch()
     controller.add_namespace(NAMESPACE)
     await controller.start()
-    one = Node(folder, controller, switch)
+    all_of_them = [Node(folder, controller, switch, number + 1) for number in range(count)]
     try:
-        await one.start()
-        await until(lambda: len(controller.renewals) == 1)
-        yield one
+        for one in all_of_them:
+            await one.start()
+        await until(lambda: len(controller.renewals) == count)
+        controller.homes_of = lambda _bucket: [f"node-{count}"]
+        controller.publish()
+        yield all_of_them
     finally:
-        for process in one.started:
+        for process in [process for one in all_of_them for process in one.started]:
             if process.returncode is None:
                 process.terminate()
             _, said = await asyncio.wait_for(process.communicate(), 60)
@@ -141,7 +155,8 @@ async def until_it_serves(client: AsyncClient) -> None:
 
 async def until_released(client: AsyncClient) -> None:
     async def free() -> bool:
-        return (await client.stats())["arena_held_bytes"] == 0
+        stats = await client.stats()
+        return stats["arena_held_bytes"] == stats["arena_ready_bytes"]
 
     await until(free)
 
@@ -423,3 +438,129 @@ async def test_an_agent_that_never_keeps_is_not_waited_for(tmp_path: Path) -> No
             await client.exists(NAMESPACE, [key(1)], 20.0)
         assert time.monotonic() - begun < 10
         await client.close()
+
+
+# --- what compiled code gives ---------------------------------------------------------------------
+
+SMALL_BYTES = 20_000
+with_a_courier = pytest.mark.skipif(
+    not membarrier.available(), reason="no membarrier(2), or not x86-64"
+)
+
+
+def small(number: int) -> bytes:
+    return random.Random(-1 - number).randbytes(SMALL_BYTES)
+
+
+async def given(client: AsyncClient) -> float:
+    return (await client.stats())["courier_given_total"]
+
+
+@with_a_courier
+async def test_what_the_courier_gave_is_held_at_the_next_agent(tmp_path: Path) -> None:
+    async with nodes(tmp_path, 2) as (one, home):
+        async with await AsyncClient.connect(home.socket) as writer:
+            await writer.put(NAMESPACE, {key(number): small(number) for number in range(340)})
+        async with await AsyncClient.connect(one.socket) as client:
+            held = []
+            for life in range(4):
+                first = 80 * life
+                for number in range(first, first + 80):
+                    # Until the agent knows of what size blocks are, its courier leaves them to it.
+                    (block,) = await client.get(NAMESPACE, [key(number)], 10.0)
+                    assert block is not None
+                    assert bytes(block.data) == small(number)
+                    if number % 16 < 15:
+                        block.release()
+                        continue
+                    held.append((number, block))
+                    if number == first + 79 and life < 3:
+                        break
+                assert held[-1][0] == first + 79
+                if life < 3:
+                    pid = one.agent()
+                    os.kill(pid, signal.SIGKILL)  # mostly before it has written that down
+                    await until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
+                    await until_it_serves(client)
+                    assert await given(client) == 0
+            assert await given(client) > 0, "there is a courier at the last agent, too"
+            # All of DRAM is used anew, but for what is held.
+            for turn in range(3):
+                await client.put(
+                    NAMESPACE,
+                    {key(1000 + 200 * turn + n): small(1000 + n) for n in range(200)},
+                    ack="local",
+                )
+            for number, block in held:
+                assert bytes(block.data) == small(number), number
+                block.release()
+            await until_released(client)
+
+
+def _read_and_kill(path: str, kill: Callable[[], None]) -> int:
+    """Whoever is answered by the courier kills the agent at once; how often it was answered so."""
+    lives = 0
+    held = []
+    with Client(path) as client:
+        for number in range(300):
+            (block,) = client.get(NAMESPACE, [key(number)], 10.0)
+            assert block is not None
+            if block.tier == "home" and client._conversation.has_courier and number % 50 == 49:
+                kill()
+                lives += 1
+                held.append((number, block))
+                continue
+            assert bytes(block.data) == small(number)
+            block.release()
+        blocks = {key(1000 + n): small(1000 + n) for n in range(300)}
+        for _ in range(2):
+            client.put(NAMESPACE, blocks, ack="local")
+        for number, block in held:
+            assert bytes(block.data) == small(number), number
+            block.release()
+    return lives
+
+
+@with_a_courier
+async def test_an_agent_that_dies_in_the_moment_of_an_answer_leaves_word_of_it(
+    tmp_path: Path,
+) -> None:
+    async with nodes(tmp_path, 2) as (one, home):
+        async with await AsyncClient.connect(home.socket) as writer:
+            await writer.put(NAMESPACE, {key(number): small(number) for number in range(300)})
+
+        def kill() -> None:
+            pid = one.agent()
+            os.kill(pid, signal.SIGKILL)
+            while pid in children(one.process.pid):
+                time.sleep(0.01)
+
+        assert await asyncio.to_thread(_read_and_kill, one.socket, kill) == 6
+        async with await AsyncClient.connect(one.socket) as client:
+            await until_released(client)
+
+
+@with_a_courier
+async def test_large_blocks_come_by_the_conveyor_of_a_home_that_keeps_its_arena_and_dies(
+    tmp_path: Path,
+) -> None:
+    async with nodes(tmp_path, 2) as (one, home):
+        async with (
+            await AsyncClient.connect(home.socket) as writer,
+            await AsyncClient.connect(one.socket) as client,
+        ):
+            await put(writer, *range(30))
+
+            async def conveyed() -> bool:
+                await client.drop(NAMESPACE, [key(number) for number in range(100, 110)])
+                await put(writer, *range(100, 110))
+                await check(client, *range(100, 110))
+                return (await client.stats())["courier_conveyed_bytes_total"] > before
+
+            before = 0.0
+            await check(client, *range(10))
+            await until(conveyed)
+            await home.kill_agent()
+            await check(client, *range(10, 20))
+            before = (await client.stats())["courier_conveyed_bytes_total"]
+            await until(conveyed)

@@ -7,6 +7,8 @@ and the wait (`test_hostagent_courier_pool`), and orders of events that nobody t
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 from kvcast.bench.fuzz.courier import (
     BLOCKS,
@@ -31,10 +33,12 @@ from kvcast.hostagent.core.courier import (
     SILENCE_S,
     SIZES,
     STOCK,
+    given_lately,
 )
 from kvcast.hostagent.core.spread import BUSY_PERCENT
 from kvcast.hostagent.core.store import StoreRules
 from kvcast.hostagent.tiers.counting_filter import CountingFilter
+from kvcast.hostagent.tiers.ledger import HANDLE, LEDGER_BYTES, MOMENT_BYTES, Ledger, Row
 from kvcast.protocol.conveyor import GATHER_BYTES, GIVEN_HERE, REPLY
 from kvcast.protocol.courier import (
     BATCHES,
@@ -43,6 +47,7 @@ from kvcast.protocol.courier import (
     MAX_ASKED_A_CLIENT,
     MOST_REPAIRS,
     REASONS,
+    RECORDS,
 )
 from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,
@@ -1296,3 +1301,61 @@ def test_a_conveyor_that_ends_hands_a_batch_over(many: Stand) -> None:
     assert many.given == 2
     assert reasons(many) == {"cut_off": len(SMALL) - 2}
     many.end()
+
+
+# --- for the agent that comes after ---------------------------------------------------------------
+
+
+def given_in_the_moment(stand: Stand) -> tuple[memoryview, int]:
+    """A ledger in which the courier says what it gave, and Python has written nothing; and which
+    handle that was."""
+    ledger = memoryview(bytearray(stand.ledger_memory))
+    book = stand.courier.book
+
+    def look(now: float) -> bool:
+        if stand.courier.unbooked:
+            ledger[:] = stand.ledger_memory
+        return book(now)
+
+    with mock.patch.object(stand.courier, "book", look):
+        stand.ask(0, 2)
+        stand.bring(2)
+    (handle,) = stand.held[0]
+    return ledger, handle
+
+
+def test_what_was_given_in_the_moment_of_death_is_found_once(stand: Stand) -> None:
+    memory, handle = given_in_the_moment(stand)
+    copy = stand.store.peek(block_of(2))
+    assert copy is not None
+    found = list(given_lately(Ledger(memory)))
+    session, size_bytes = stand.sessions[0].number, copy.size_bytes
+    assert found == [
+        Row(session, handle, block_of(2), copy.offset, size_bytes, copy.digest, HANDLE)
+    ]
+    assert not list(given_lately(Ledger(memory)))
+    booked = Ledger(memoryview(bytearray(stand.ledger_memory)))
+    assert not list(given_lately(booked))
+    assert [row for _, row in booked.found()] == found
+
+
+@pytest.mark.parametrize("word", [1, 3, 4, 6, 7, 12, 13])
+def test_a_record_at_which_its_writer_died_says_nothing(stand: Stand, word: int) -> None:
+    memory, _ = given_in_the_moment(stand)
+    at = LEDGER_BYTES - MOMENT_BYTES + 8 * word
+    assert any(memory[at : at + 8])
+    memory[at : at + 8] = bytes(8)
+    assert not list(given_lately(Ledger(memory)))
+
+
+def test_without_rows_for_what_it_may_give_the_courier_is_closed(stand: Stand) -> None:
+    ledger = stand.core.ledger
+    assert ledger is not None
+    row = Row(9, 1, block_of(1), 0, 1, 5, HANDLE)
+    rows = [ledger.write(row) for _ in range(ledger.free_rows - 2 * RECORDS + 1)]
+    stand.ask(0, 2)
+    assert reasons(stand) == {"closed": 1}
+    ledger.strike(rows[0])
+    stand.ask(0, 2)
+    stand.bring(2)
+    assert len(stand.held[0]) == 1

@@ -18,6 +18,7 @@ from kvcast.hostagent.standing import KeptMap, index_beside
 from kvcast.hostagent.tiers.arena import ArenaError, ArenaInUseError
 from kvcast.hostagent.tiers.index import Index
 from kvcast.hostagent.tiers.kept import Kept, KeptOptions, from_descriptors, open_kept
+from kvcast.hostagent.tiers.ledger import MOMENT_BYTES, Ledger
 from kvcast.protocol.messages import shared
 from kvcast.protocol.messages.control import PoolMap, Registered
 
@@ -221,6 +222,19 @@ def test_what_is_handed_over_is_what_it_is_said_to_be(options: KeptOptions) -> N
     first.close()
     with pytest.raises(ArenaInUseError):
         open_kept(options, 9)
+    second.close()
+
+
+def test_a_ledger_of_a_release_that_had_a_smaller_one_is_taken_over(options: KeptOptions) -> None:
+    first = made(options)
+    first.ledger[64:70] = b"a row."
+    ledger_fd = os.memfd_create("older")
+    os.write(ledger_fd, first.ledger[:-MOMENT_BYTES])
+    fds = [os.dup(first.arena.fd), os.dup(first.index.fd), ledger_fd]
+    second = from_descriptors(options, *fds)
+    assert bytes(second.ledger[64:70]) == b"a row."
+    assert not any(Ledger(second.ledger).moment)
+    first.close()
     second.close()
 
 
