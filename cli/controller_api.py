@@ -59,7 +59,15 @@ class ControllerApi(Protocol):
 
 
 def add_api_options(parser: argparse.ArgumentParser, token: str = "an operator's token") -> None:
-    """Where the controller is, and who asks: by which `token`, at least."""
+    """Where the controller is, and who asks, by which `token` at least; and --log-level."""
+    add_controller_options(parser, token)
+    add_log_level(parser)
+
+
+def add_controller_options(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, token: str = "an operator's token"
+) -> None:
+    """As `add_api_options`, where there is a --log-level already."""
     parser.add_argument(
         "--http",
         default=f"http://127.0.0.1:{HTTP_PORT}",
@@ -79,7 +87,6 @@ def add_api_options(parser: argparse.ArgumentParser, token: str = "an operator's
         metavar="FILE",
         help=f"file with {token} (kvcast tokens add); else ${TOKEN_VARIABLE}",
     )
-    add_log_level(parser)
 
 
 def check_api_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

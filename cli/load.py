@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvcast.cli.blocks import run_block_command
+from kvcast.cli.controller_api import add_controller_options, check_api_options, controller_api
 from kvcast.cli.folders import bar, connected_to_folder, folder_parser, named
-from kvcast.hostagent.models.loading import Loader, sources
+from kvcast.hostagent.models.loading import Loader, most_room, sources
 from kvcast.hostagent.models.manifest import DEFAULT_BLOCK_BYTES, MIN_BLOCK_BYTES
 from kvcast.protocol.messages.wire import MAX_BLOCK_BYTES
 from kvcast.service.commands import EXIT_OK
@@ -19,6 +20,7 @@ _EXAMPLES = """\
 examples:
   kvcast load --socket /run/kvcast/agent.sock --model /models/llama-8b
   kvcast load --socket /run/kvcast/agent.sock --model /models/llama-8b --model-version 2
+  kvcast load --socket /run/kvcast/agent.sock --model /models/llama-8b --pin
   kvcast fetch --socket /run/kvcast/agent.sock --model llama-8b --to /local/llama-8b   (any node)"""
 
 
@@ -28,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
         "kvcast load",
         "Put a folder of files into the pool, block by block, and print its identity. What the pool"
         " holds already is not put again. The pool is a cache: what is not asked for gives way to"
-        " what is, so fetch it while it is there.",
+        " what is, so fetch it while it is there, or have it pinned.",
         _EXAMPLES,
     )
     parser.add_argument(
@@ -42,6 +44,16 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="of the blocks that files are cut into",
     )
+    pinning = parser.add_argument_group(
+        "pinning", "what --pin asks of the controller, which lets operators alone"
+    )
+    pinning.add_argument(
+        "--pin",
+        action="store_true",
+        help="let no other namespace's blocks take the folder's room in DRAM, on any node, until"
+        " kvcast namespace set NUMBER --assured dram=0, or delete NUMBER",
+    )
+    add_controller_options(pinning)
     return parser
 
 
@@ -55,15 +67,23 @@ def _block_size(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Load a folder; 1 if it cannot be read, or the pool has no room for it."""
-    return run_block_command(build_parser(), argv, _load)
+    parser = build_parser()
+    return run_block_command(parser, argv, lambda options: _load(parser, options))
 
 
-async def _load(options: argparse.Namespace) -> int:
+async def _load(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if options.pin:
+        check_api_options(parser, options)
     name = options.name or options.model.resolve().name
     named(name)
     found = sources(options.model)
     total = sum(source.size_bytes for source in found)
     async with connected_to_folder(options, name) as (client, namespace):
+        if options.pin:  # first: else what others put meanwhile may displace what is there
+            room_bytes = most_room(found, options.block_size)
+            settings = {"assured_bytes": {"dram": room_bytes}}
+            body = {"namespace": namespace, "settings": settings}
+            await controller_api(options)("PATCH", "/v1/namespaces", body)
         with bar(f"loading {name}", total, quiet=options.json) as advance:
             loader = Loader(client, namespace, options.block_size)
             loaded = await loader.load(found, name, options.model_version, advance)
@@ -72,6 +92,7 @@ async def _load(options: argparse.Namespace) -> int:
     else:
         print(
             f"{name}: {loaded.files} files, {loaded.size_bytes:,} bytes in {loaded.blocks} blocks,"
-            f" of which {loaded.put_blocks} are new\n{loaded.identity}"
+            f" of which {loaded.put_blocks} are new"
+            f"{f', pinned as namespace {namespace}' if options.pin else ''}\n{loaded.identity}"
         )
     return EXIT_OK

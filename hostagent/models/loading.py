@@ -18,6 +18,7 @@ from kvcast.hostagent.client import AsyncClient, BusyError, KvcastError, PutErro
 from kvcast.hostagent.models.fetching import together
 from kvcast.hostagent.models.manifest import (
     FORMAT,
+    MIN_BLOCK_BYTES,
     PARTIAL,
     FolderFile,
     Manifest,
@@ -34,6 +35,10 @@ Progress = Callable[[int], None]
 """Told of every piece that is done: its size in bytes."""
 AT_ONCE: Final = 4
 """Blocks that are read and put at the same time."""
+_LEAST_BYTES: Final = 1024
+"""A block takes as much, however small."""
+_NAMED_BYTES: Final = 64
+"""Of the manifest, for each file, besides its path and keys."""
 BUSY_TRIES: Final = 50
 BUSY_WAIT_S: Final = 0.1
 LEFT_OUT: Final = frozenset({PARTIAL, ".git", ".cache"})
@@ -58,7 +63,7 @@ class Loaded:
 
 
 @dataclass
-class _Source:
+class Source:
     """A file that is being loaded."""
 
     path: str
@@ -69,11 +74,15 @@ class _Source:
     executable: bool
     keys: list[bytes] = field(default_factory=list)
 
+    def blocks(self, block_bytes: int) -> range:
+        """Where its blocks begin."""
+        return range(0, self.size_bytes, block_bytes)
 
-def sources(folder: Path) -> list[_Source]:
+
+def sources(folder: Path) -> list[Source]:
     """The files of a folder and of those in it, by path. Links to files are followed, links to
     folders are not. LoadError for a folder that cannot be read or holds none."""
-    found: list[_Source] = []
+    found: list[Source] = []
 
     def failed(error: OSError) -> None:
         raise LoadError(f"{error.filename}: {error.strerror}") from error
@@ -88,7 +97,7 @@ def sources(folder: Path) -> list[_Source]:
                 raise LoadError(f"{at}: {error.strerror}") from error
             if stat.S_ISREG(facts.st_mode):
                 found.append(
-                    _Source(
+                    Source(
                         at.relative_to(folder).as_posix(),
                         at,
                         facts.st_size,
@@ -101,6 +110,19 @@ def sources(folder: Path) -> list[_Source]:
     return sorted(found, key=lambda source: source.path.split("/"))
 
 
+def most_room(found: list[Source], block_bytes: int) -> int:
+    """What the blocks of a folder and its manifest take of a node's arena at most, in bytes."""
+    blocks = [
+        min(block_bytes, source.size_bytes - at)
+        for source in found
+        for at in source.blocks(block_bytes)
+    ]
+    manifest_bytes = MIN_BLOCK_BYTES + KEY_BYTES * len(blocks)
+    manifest_bytes += sum(_NAMED_BYTES + len(source.path.encode()) for source in found)
+    # No extent is larger than the power of two above what lies in it, but for the smallest.
+    return sum(max(_LEAST_BYTES, 1 << (n - 1).bit_length()) for n in (*blocks, manifest_bytes))
+
+
 class Loader:
     """Loads one folder. See the module's text."""
 
@@ -111,12 +133,12 @@ class Loader:
         self._put = 0
 
     async def load(
-        self, found: list[_Source], name: str, version: str, progress: Progress
+        self, found: list[Source], name: str, version: str, progress: Progress
     ) -> Loaded:
         """Put these files and their manifest; LoadError if that cannot be done, or the folder of
         that name and version is another one."""
         for source in found:
-            source.keys = [b""] * len(range(0, source.size_bytes, self._block_bytes))
+            source.keys = [b""] * len(source.blocks(self._block_bytes))
         blocks = ((source, number) for source in found for number in range(len(source.keys)))
         await together(self._work(blocks, progress) for _ in range(AT_ONCE))
         manifest = Manifest(
@@ -133,7 +155,7 @@ class Loader:
         count = sum(len(source.keys) for source in found)
         return Loaded(identity(data), len(found), manifest.size_bytes, count, self._put)
 
-    async def _work(self, blocks: Iterator[tuple[_Source, int]], progress: Progress) -> None:
+    async def _work(self, blocks: Iterator[tuple[Source, int]], progress: Progress) -> None:
         buffer = memoryview(bytearray(self._block_bytes))
         for source, number in blocks:
             offset = number * self._block_bytes
@@ -185,7 +207,7 @@ class Loader:
                 )
 
 
-def _read(source: _Source, offset: int, view: memoryview) -> bytes:
+def _read(source: Source, offset: int, view: memoryview) -> bytes:
     """Read a block of a file; its key."""
     try:
         with source.at.open("rb", buffering=0) as file:

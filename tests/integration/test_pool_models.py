@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from kvcast.hostagent.client import AsyncClient
 from kvcast.hostagent.models.fetching import find
 from kvcast.hostagent.models.manifest import (
@@ -24,7 +25,8 @@ from kvcast.hostagent.models.manifest import (
     pieces,
 )
 from kvcast.protocol.messages.control import AT_END
-from pool_harness import running_pool
+from kvcast.service.addresses import format_host_port
+from pool_harness import eventually, keys_for, put, running_pool
 from test_pool_commands import kvcast
 
 SIZES = {
@@ -213,6 +215,53 @@ async def test_what_is_missing_or_a_lie_is_told_and_never_written(tmp_path: Path
         assert code == 1
         assert "not to be trusted" in error
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+async def test_a_folder_that_is_pinned_stays_whatever_else_is_put(
+    tmp_path: Path, pinned: bool
+) -> None:
+    (tmp_path / "m").mkdir()
+    _write(tmp_path / "m")
+    async with running_pool(tmp_path / "pool", 1, replicas=0, arena_bytes=16 << 20) as (
+        pool,
+        links,
+    ):
+        socket = pool.sockets["node-1"]
+        words: list[str | Path] = ["load", "--socket", socket, "--model", tmp_path / "m", *BLOCKS]
+        if pinned:
+            words += ["--pin", "--http", format_host_port(pool.network.http_address)]
+        # The second tenant comes first: it empties the pool once.
+        client = await links[0].client()
+        namespace = await client.namespace("tests", "others", "1", "bytes")
+        code, out, error = await kvcast(*words)
+        assert (code, error) == (0, "")
+        assert (b"pinned as namespace" in out) == pinned
+        if pinned:
+            number = int(out.split(b"namespace ")[1].split()[0])
+
+            async def told() -> bool:
+                known = (await client.describe()).namespaces
+                return {n.namespace for n in known if n.settings.assured_bytes} == {number}
+
+            await eventually("the agent knows that the folder is pinned, and nothing else", told)
+        for turn in range(4):
+            await put(links[0], namespace, keys_for(turn, 64), 128 << 10)
+        fetch = ("fetch", "--socket", socket, "--model", "m", "--to", tmp_path / "copy")
+        code, _, error = await kvcast(*fetch)
+        assert code == (0 if pinned else 3), error
+        if pinned:
+            assert _read(tmp_path / "copy") == _read(tmp_path / "m")
+
+
+async def test_only_an_operator_pins_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    _write(tmp_path / "m")
+    async with running_pool(tmp_path / "pool", 1, replicas=0) as (pool, _):
+        words = ("load", "--socket", pool.sockets["node-1"], "--model", tmp_path / "m", "--pin")
+        code, _, error = await kvcast(*words, "--http", "http://127.0.0.1:1")
+        assert code == 1
+        assert "no controller answers" in error
 
 
 async def test_a_folder_that_is_too_large_for_the_pool_is_told_of(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcast.hostagent.models.loading import LoadError, sources
+from kvcast.hostagent.models.loading import LoadError, Source, most_room, sources
 from kvcast.hostagent.models.manifest import (
     FORMAT,
     PARTIAL,
@@ -28,6 +28,7 @@ from kvcast.hostagent.models.manifest import (
     manifest_key,
     pieces,
 )
+from kvcast.hostagent.tiers.arena import Allocator
 
 BLOCK = 100
 
@@ -134,6 +135,27 @@ def test_a_folders_files_are_those_of_a_model(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [source["executable"] for source in found] == [False, True, False, False]
     assert {source["size_bytes"] for source in found} == {5}
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9 << 20), min_size=1, max_size=6),
+    block_kib=st.integers(64, 5000),
+    slab_bytes=st.sampled_from([1 << 18, 1 << 20, 1 << 22]),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_arena_gives_a_folder_more_room_than_is_asked_for_it(
+    sizes: list[int], block_kib: int, slab_bytes: int
+) -> None:
+    block_bytes = block_kib << 10
+    found = [Source(f"f{n}", Path(), size, 0, False) for n, size in enumerate(sizes)]
+    files = [
+        FolderFile(s.path, s.size_bytes, b"k" * 16 * len(s.blocks(block_bytes))) for s in found
+    ]
+    extents = Allocator(64 << 20, slab_bytes)
+    blocks = [min(block_bytes, n - at) for n in sizes for at in range(0, n, block_bytes)]
+    manifest_bytes = len(encode(Manifest(FORMAT, block_bytes, files)))
+    taken = [extents.extent_bytes(n) for n in (*blocks, manifest_bytes)]
+    assert sum(taken) <= most_room(found, block_bytes) <= 2 * sum(taken) + (1 << 18)
 
 
 def test_a_folder_that_cannot_be_read_is_told_of(tmp_path: Path) -> None:
