@@ -17,6 +17,7 @@ from kvcast.protocol.requester import MissReason
 COLD: Final = "cold"
 """As far as this node knows, nobody ever had it."""
 EVICTED_DRAM: Final = "evicted_dram"
+EVICTED_ARENA: Final = "evicted_arena"
 EVICTED_SSD: Final = "evicted_ssd"
 EXPIRED: Final = "expired"
 TIMED_OUT: Final = "timed_out"
@@ -37,7 +38,8 @@ others failed."""
 _NOWHERE: Final = frozenset({MissReason.NOT_FOUND, MissReason.NO_HOME})
 _WHY_GONE: Final = {
     "evicted": EVICTED_DRAM,
-    "evicted_below": EVICTED_SSD,
+    EVICTED_ARENA: EVICTED_ARENA,
+    EVICTED_SSD: EVICTED_SSD,
     "expired": EXPIRED,
     "": COLD,
 }

@@ -58,7 +58,6 @@ from kvcast.hostagent.core.headroom import Headroom
 from kvcast.hostagent.core.store import (
     COMMITTED,
     EVICTED,
-    EVICTED_BELOW,
     Copy,
     StaleReservationError,
     Store,
@@ -439,7 +438,7 @@ class SsdTier:
     def why_gone(self, block: BlockId) -> str:
         """As `store.Below`."""
         why = self.shelf.why_gone(block)
-        return EVICTED_BELOW if why == EVICTED else why
+        return f"{EVICTED}_{self.tier}" if why == EVICTED else why
 
     # --- rules and time -----------------------------------------------------------------------
 

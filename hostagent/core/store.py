@@ -69,7 +69,6 @@ MAX_GONE_KNOWN: Final = 16384
 _EXPIRED: Final = -1
 EVICTED: Final = "evicted"
 EXPIRED: Final = "expired"
-EVICTED_BELOW: Final = "evicted_below"
 
 
 MOST_ASSURED: Final = 0.9
@@ -530,8 +529,8 @@ class Store:
         return min(times, default=None)
 
     def why_gone(self, block: BlockId) -> str:
-        """EVICTED or EXPIRED, EVICTED_BELOW if it was evicted there, if this node had the block and
-        remembers; else ""."""
+        """EVICTED or EXPIRED, EVICTED and the tier if it was evicted below, if this node had the
+        block and remembers; else ""."""
         gone = self._gone.get(block)
         below = self.below.why_gone(block)
         if below or gone is None:

@@ -85,6 +85,9 @@ def _metrics_by_namespace(core: AgentCore) -> Iterator[Metric]:
     limited = counter("rate_limited", "keys of requests beyond the rate")
     held = GaugeMetricFamily("kvcast_namespace_held_bytes", "bytes of arena taken", labels=_LABELS)
     on_disk = GaugeMetricFamily("kvcast_namespace_ssd_bytes", "bytes of disk taken", labels=_LABELS)
+    further = GaugeMetricFamily(
+        "kvcast_namespace_arena_bytes", "bytes of further arenas taken", labels=_LABELS
+    )
     quota = GaugeMetricFamily(
         "kvcast_namespace_quota_bytes", "bytes of arena allowed, 0 = no limit", labels=_LABELS
     )
@@ -99,6 +102,9 @@ def _metrics_by_namespace(core: AgentCore) -> Iterator[Metric]:
         quota.add_metric(labels, core.store.quota_of(number))
         if core.ssd is not None:
             on_disk.add_metric(labels, core.ssd.shelf.namespace_bytes(number))
+        arenas = [tier.shelf for tier in core.tiers if tier is not core.ssd]
+        if arenas:
+            further.add_metric(labels, sum(shelf.namespace_bytes(number) for shelf in arenas))
         mine = counted.get(number)
         if mine is None:
             continue
@@ -119,4 +125,4 @@ def _metrics_by_namespace(core: AgentCore) -> Iterator[Metric]:
                 labelled.add_metric([*labels, name], value)
         seconds.add_metric(labels, mine.get_time.buckets(), mine.get_time.sum)
     yield from (gets, hits, misses, home_misses, puts, got_bytes, put_bytes, limited)
-    yield from (held, on_disk, quota, seconds)
+    yield from (held, on_disk, further, quota, seconds)

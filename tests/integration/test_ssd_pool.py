@@ -22,6 +22,7 @@ from hostagent_harness import MIB, Pool, key_of, running_pool, until
 from huge_pages import huge_pages
 from kvcast.hostagent.client import AsyncClient
 from kvcast.hostagent.core.ssd import SsdTier
+from kvcast.hostagent.network.metrics_server import metrics_of
 from kvcast.hostagent.options import Options, SsdOptions
 from kvcast.hostagent.tiers.ssd import files
 from kvcast.hostagent.tiers.ssd.layout import SsdError
@@ -155,6 +156,10 @@ async def through_further_arenas(tmp_path: Path, folder: Path) -> None:
         for name in ("arena1", "arena2", "ssd"):
             assert values[f"{name}_demotions_room_total"] > 0
             assert values[f"{name}_left_unwritten_total"] == 0
+        lies = {m.name: m.samples[0].value for m in metrics_of(pool.agents[1].core) if m.samples}
+        near, far, disk = (tier.shelf.namespace_bytes(1) for tier in ssd.tiers)
+        assert lies["kvcast_namespace_arena_bytes"] == near + far != disk
+        assert lies["kvcast_namespace_ssd_bytes"] == disk
         assert await client.exists(1, [key_of(number) for number in range(160)]) == 160
         tiers = await tiers_of(client, reversed(range(160)))
         assert set(tiers) == {"local", "arena", "ssd"}

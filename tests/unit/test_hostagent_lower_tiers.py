@@ -11,8 +11,9 @@ import random
 import pytest
 from dram import SIZE, Dram, block
 from kvcast.hostagent.core.lower_tiers import put_below
+from kvcast.hostagent.core.namespace_metrics import explained
 from kvcast.hostagent.core.ssd import DAMAGED, HEAT_S, SsdRules, SsdTier
-from kvcast.hostagent.core.store import EVICTED_BELOW, Copy, NoRoomError, StoreRules
+from kvcast.hostagent.core.store import Copy, NoRoomError, StoreRules
 from kvcast.hostagent.flags import options_of, parse
 from kvcast.hostagent.tiers.ssd.layout import cut_of, open_formatted, scan
 from kvcast.hostagent.tiers.ssd.orders import Kind, Order
@@ -232,7 +233,8 @@ def test_a_tier_that_cannot_be_written_costs_blocks_and_no_put(which: int) -> No
     assert bench.tiers[which].counters.write_errors > 0
     assert bench.tiers[which].counters.left_unwritten > 0
     assert bench.where(79) == "d"
-    assert bench.store.why_gone(block(0)) == ("evicted" if which == 0 else EVICTED_BELOW)
+    reason = explained(bench.store.why_gone(block(0)))
+    assert reason == ("evicted_dram" if which == 0 else "evicted_arena")
 
 
 def test_time_to_live_is_over_in_every_tier() -> None:
