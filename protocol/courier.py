@@ -364,6 +364,8 @@ class Record(Struct):
     """FAILED: when its READ left, if nothing has been heard since; else 0."""
     offset: U64
     """LANDED, JOINED: where the block lies,"""
+    room: U64
+    """in so large a room,"""
     session: U64
     """and whose the handle is."""
     check: U64
@@ -1374,6 +1376,7 @@ def _give(courier: Courier, number: U64, of: U64, tier: U64, digest: U64, now_ns
     if brought.frames != 0:
         record.rtt_ns = brought.began_ns - brought.asked_ns
     record.offset = landing.offset
+    record.room = landing.size
     record.session = session
     record.check = _check_of(record)
     courier.in_flight -= 1
@@ -1383,7 +1386,7 @@ def _give(courier: Courier, number: U64, of: U64, tier: U64, digest: U64, now_ns
 def _check_of(record: Record) -> U64:
     named = record.key + record.rest_of_key * _BY_LOW + record.namespace * _BY_NAMESPACE
     held = record.session + record.handle * _BY_LOW + record.offset * _BY_NAMESPACE
-    return ((named ^ held) * _SPREAD + (record.size ^ record.digest)) * _SPREAD_AGAIN | 1
+    return ((named ^ held) * _SPREAD + (record.room ^ record.digest)) * _SPREAD_AGAIN | 1
 
 
 @native
@@ -1752,7 +1755,7 @@ def close_batch(courier: Courier, number: U64) -> None:
 
 assert QUESTION.size == ctypes.sizeof(ctypes_of(Question))
 assert ANSWER.size == ctypes.sizeof(ctypes_of(Answer)) - shared.WORD_BYTES
-RECORD: Final = struct.Struct("=IIQ16sIIII8Q")
+RECORD: Final = struct.Struct("=IIQ16sIIII9Q")
 assert RECORD.size == ctypes.sizeof(ctypes_of(Record))
 
 
@@ -1773,6 +1776,7 @@ class Told(NamedTuple):
     rtt_ns: int
     read_ns: int
     offset: int
+    room_bytes: int
     session: int
     check: int
 

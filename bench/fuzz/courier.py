@@ -28,7 +28,7 @@ from kvcast.hostagent.core.store import Store, StoreError
 from kvcast.hostagent.network.lander import hashing
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
-from kvcast.hostagent.tiers.ledger import LEDGER_BYTES, MOMENT_BYTES, Ledger
+from kvcast.hostagent.tiers.ledger import LEDGER_BYTES, MOMENT_BYTES, Ledger, Row
 from kvcast.protocol.conveyor import GIVEN_HERE, NOT_HERE, REPLY, REQUEST
 from kvcast.protocol.courier import CLIENT_HERE, MOST_REPAIRS
 from kvcast.protocol.messages import local, shared
@@ -249,11 +249,15 @@ class Stand:
             self._told(self.numbers.index(number), answer)
         for found in (known, self.left_behind()):
             for session, held in zip(self.sessions, self.held, strict=True):
-                for handle, (block, offset, size_bytes) in held.items():
-                    of = BlockId(NAMESPACE, key_of(block)), offset, size_bytes
-                    assert found.get((session.number, handle)) == of, "nobody would know who holds"
+                for handle, (block, offset, _) in held.items():
+                    row = found.get((session.number, handle))
+                    assert row is not None, "nobody would know who holds it"
+                    assert (row.block, row.offset) == (BlockId(NAMESPACE, key_of(block)), offset)
+                    copy, space = self.store.lying_at(offset), self.store.allocator
+                    if copy is not None:  # else its client has just gone
+                        assert space.extent_bytes(row.size_bytes) == copy.reserved_bytes
 
-    def left_behind(self) -> dict[tuple[int, int], tuple[BlockId, int, int]]:
+    def left_behind(self) -> dict[tuple[int, int], Row]:
         """What an agent would find that came after one which died now: who holds which block, by
         session and handle."""
         memory = memoryview(bytearray(LEDGER_BYTES))
@@ -261,7 +265,7 @@ class Stand:
             memory[part] = self.ledger_memory[part]
         ledger = Ledger(memory)
         rows = [*(row for _, row in ledger.found()), *given_lately(ledger)]
-        return {(r.session, r.number): (r.block, r.offset, r.size_bytes) for r in rows}
+        return {(row.session, row.number): row for row in rows}
 
     def _told(self, client: int, answer: bytes) -> None:
         told = list(ANSWER.iter_unpack(answer))

@@ -994,7 +994,7 @@ def given_lately(ledger: Ledger) -> Iterator[Row]:
             block = BlockId(told.namespace, told.key)
             yield Row(
                 *(told.session, told.handle, block, told.offset),
-                *(told.size_bytes, told.digest, HANDLE),
+                *(told.room_bytes, told.digest, HANDLE),
             )
     ctypes.memset(ctypes.addressof(records), 0, ctypes.sizeof(records))
 

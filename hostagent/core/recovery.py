@@ -164,14 +164,15 @@ class Recovery:
             self._find(block)
         return self._store.lying_at(offset) is None
 
-    def hold(self, block: BlockId, offset: int, size_bytes: int, digest: int) -> Copy | None:
-        """Pin the copy that lies there, for a client that has outlived its agent: one that is in
-        the index, or is not any more; None where something else lies there."""
+    def hold(self, block: BlockId, offset: int, room_bytes: int, digest: int) -> Copy | None:
+        """Pin the copy that lies there, in so large a room, for a client that has outlived its
+        agent: one that is in the index, or is not any more; None where something else lies there.
+        """
         if self._store.known(block) is None:
             self._find(block)
         copy = self._store.lying_at(offset)
         if copy is None:
-            return self._store.adopt(block, size_bytes, offset, DOOMED, digest)
+            return self._store.adopt(block, room_bytes, offset, DOOMED, digest)
         if copy.block != block or copy.state == RESERVED:
             return None
         self._store.pin(copy)
@@ -190,7 +191,7 @@ class Recovery:
                 entry = self._index.tombstone(cell)
             if entry is None:
                 return None
-            return self.hold(entry.block, entry.offset, entry.size_bytes, entry.digest)
+            return self.hold(entry.block, entry.offset, entry.reserved_bytes, entry.digest)
         self._store.pin(copy)
         return copy
 
@@ -222,9 +223,12 @@ class Recovery:
         if (
             meaning is not None
             and meaning == self._meant.get(block.namespace)
-            and entry.reserved_bytes == store.allocator.extent_bytes(entry.size_bytes)
+            and entry.reserved_bytes == store.allocator.extent_bytes(entry.reserved_bytes)
         ):
-            copy = store.adopt(block, entry.size_bytes, entry.offset, COMMITTED, entry.digest)
+            copy = store.adopt(
+                *(block, entry.size_bytes, entry.offset, COMMITTED, entry.digest),
+                room_bytes=entry.reserved_bytes,
+            )
         if copy is None:
             self._refuse(entry.slot)
             return None

@@ -169,10 +169,12 @@ class Session:
         ledger = self._core.ledger
         if ledger is None:
             return NO_ROW
+        # A block may have landed in larger room than it takes; room for one has its size.
+        size_bytes = copy.size_bytes if kind == ledgers.TICKET else copy.reserved_bytes
         return ledger.write(
             Row(
                 *(self.number, number, copy.block, copy.offset),
-                *(copy.size_bytes, copy.digest, kind),
+                *(size_bytes, copy.digest, kind),
             )
         )
 

@@ -245,7 +245,7 @@ class SharedIndex:
             region.rows[cell] = self._ledger.write(
                 Row(
                     *(region.session, cell, copy.block, copy.offset),
-                    *(copy.size_bytes, copy.digest, BY_ITSELF),
+                    *(copy.reserved_bytes, copy.digest, BY_ITSELF),
                 )
             )
 

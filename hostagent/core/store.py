@@ -876,15 +876,19 @@ class Store:
         state: int,
         digest: int = 0,
         since: float | None = None,
+        *,
+        room_bytes: int = 0,
     ) -> Copy | None:
         """Take over a copy whose bytes lie in the arena already: COMMITTED, or, for a client that
-        has outlived its agent, RESERVED, or DOOMED and pinned once. None where that cannot be: no
-        extent of ours lies there, it is another's, or the block is held."""
+        has outlived its agent, RESERVED, or DOOMED and pinned once; `room_bytes`: of the block for
+        which the room was made where it landed, if that is a larger one. None where that cannot be:
+        no extent of ours lies there, it is another's, or the block is held."""
+        room_bytes = room_bytes or size_bytes
         if state == COMMITTED and block in self._index:
             return None
-        if not self.allocator.claim(offset, size_bytes):
+        if not self.allocator.claim(offset, room_bytes):
             return None
-        reserved_bytes = self.allocator.extent_bytes(size_bytes)
+        reserved_bytes = self.allocator.extent_bytes(room_bytes)
         copy = Copy(block, size_bytes, offset, reserved_bytes, self._generation)
         self._by_offset[offset] = copy
         self._note(copy, stuck=1)

@@ -39,7 +39,8 @@ _NO_CHECK: Final = bytes(8)
 
 
 class Row(NamedTuple):
-    """`number`: the client's handle or ticket, or the cell."""
+    """`number`: the client's handle or ticket, or the cell; `size_bytes`: of the block for which
+    room was made there."""
 
     session: int
     number: int

@@ -17,7 +17,14 @@ from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.recovery import Recovery
 from kvcast.hostagent.core.sessions import Session
 from kvcast.hostagent.core.shared_index import Region, SharedIndex
-from kvcast.hostagent.core.store import COMMITTED, DOOMED, EXPIRED, RESERVED, NoRoomError, Store
+from kvcast.hostagent.core.store import (
+    COMMITTED,
+    DOOMED,
+    EXPIRED,
+    RESERVED,
+    NoRoomError,
+    Store,
+)
 from kvcast.hostagent.tiers import policies
 from kvcast.hostagent.tiers.arena import GRAIN_BYTES, Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
@@ -178,6 +185,43 @@ def test_what_was_taken_over_is_handed_over_whenever_the_map_of_that_came() -> N
     assert isinstance(call, PutCall)
     assert (call.node, call.copy.block) == (2, block(1))
     assert said == [HandedOver(2, 1, 1, 0)]
+
+
+def land(machine: Machine, number: int, size_bytes: int, room_bytes: int) -> None:
+    """A block comes into room that was made for a larger one."""
+    data = content(number, size_bytes)
+    copy = machine.store.reserve(BlockId(1, b""), room_bytes)
+    machine.memory[copy.offset : copy.offset + size_bytes] = data
+    landed = machine.store.land(copy, block(number), size_bytes, digest_of(data))
+    machine.store.unpin(landed)
+
+
+def test_blocks_that_lie_in_larger_rooms_are_kept_and_so_is_what_lies_beside_them() -> None:
+    machine = Machine()
+    for number in range(12):
+        land(machine, number, 2500 + 700 * (number % 4), 5000)
+    machine.put(50, 5000)
+    used_bytes = machine.store.used_bytes
+    guest = Guest(machine)
+    got = guest.get(2)
+    guest.pin_by_itself(5)
+    machine.store.elsewhere.refresh()
+    pinned = machine.store.peek(block(5))
+    assert pinned is not None
+    for number in (2, 5):
+        machine.store.drop(block(number))  # only their readers have them now
+    machine.start()
+    guest.reborn([got.handle])
+    assert machine.store.lying_at(got.offset) is not None
+    assert machine.store.lying_at(pinned.offset) is not None
+    machine.recover()
+    assert machine.store.used_bytes == used_bytes
+    sizes = {number: 2500 + 700 * (number % 4) for number in range(12)} | {50: 5000}
+    del sizes[2], sizes[5]
+    assert machine.held() == {number: content(number, size) for number, size in sizes.items()}
+    assert machine.values()["recovery_entries_refused_total"] == 0
+    guest.session.close()
+    machine.store.check()
 
 
 def test_what_was_used_last_is_evicted_last_after_a_restart() -> None:
