@@ -206,7 +206,8 @@ class ControlLoop:
 
         There are some where the state file was lost, and where a backup has just taken over. To
         program the switch would cut off nodes that are well, so they are given two leases to
-        register first.
+        register first. The leases begin with the first node that does: while none comes, all may be
+        with a controller that has lost nothing but the switch.
         """
         mirror = self.switch.mirror
         served = mirror.entries if mirror is not None else {}
@@ -217,7 +218,11 @@ class ControlLoop:
         return frozenset(mac for mac in macs if isinstance(mac, int)) - known
 
     def _waits_for_strangers(self) -> bool:
-        return self.clock() < self._hold_until and bool(self._strangers())
+        if not self._strangers():
+            return False
+        if not any(node.live for node in self.pool.membership.nodes.values()):
+            self._hold_until = self.clock() + 2 * self.pool.options.lease_s
+        return self.clock() < self._hold_until
 
     def _waits_for_switch(self) -> bool:
         """Whether the switch is away, but not for so long that agents must go on without it."""

@@ -1661,6 +1661,24 @@ def test_a_backup_that_takes_over_gives_the_nodes_that_it_knows_time_to_come() -
     assert {port for _, port in switch.guard()} == {1}
 
 
+def test_a_backup_leaves_a_switch_alone_whose_nodes_all_keep_to_another_controller() -> None:
+    """One that has lost nothing but the switch: its nodes are well, and nobody would serve them."""
+    driver = Driver()
+    driver.join(1, 2, 3)
+    assert driver.switch is not None
+    before = driver.switch.copy()
+    switch = FakeSwitch(driver.switch)
+    backup = Looped(Driver().pool, switch)
+    switch.primary = True
+    backup.rounds(600)
+    assert switch.holds.entries == before.entries
+    backup.loop.received(1, register(1))
+    backup.rounds(5, alive=[1])
+    assert switch.holds.entries == before.entries, "the others have time to come"
+    backup.rounds(2, alive=[1])
+    assert {port for _, port in switch.guard()} == {1}
+
+
 def test_a_guard_without_room_for_what_was_and_what_comes_is_cleared_first() -> None:
     """Hot replicas may fill it; then another node's buckets find room only where theirs were."""
     switch = FakeSwitch(SwitchState())
