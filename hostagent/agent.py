@@ -13,15 +13,17 @@ import os
 import random
 import secrets
 import threading
+from collections import deque
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import msgspec
 from kvcast.hostagent import membarrier
 from kvcast.hostagent.cold import ColdOfAgent
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
-from kvcast.hostagent.core.courier import Courier
-from kvcast.hostagent.core.pushing import Pushes
+from kvcast.hostagent.core.courier import Courier, given_lately
+from kvcast.hostagent.core.pushing import Pushes, put_lately
 from kvcast.hostagent.core.recovery import Recovery
 from kvcast.hostagent.core.shared_index import Region, SharedIndex
 from kvcast.hostagent.core.store import Store
@@ -156,7 +158,8 @@ class Agent:
                 index.hide_namespaces()
                 if self.index_file is not None:
                     membarrier.barrier()  # who pins after this sees that another agent is here
-                recovery = Recovery(index, store, shared, self.arena.memory)
+                lately = partial(put_lately, ledger) if ledger is not None else tuple
+                recovery = Recovery(index, store, shared, self.arena.memory, lately)
             standing.kept.found = True
             sock, buffer_bytes = standing.frames, standing.buffer_bytes
         else:
@@ -238,7 +241,7 @@ class Agent:
             elif standing.survivors:
                 raise ArenaError("clients outlive their agent, and no map says what they hold")
             elif ledger is not None:
-                ledger.moment[:] = bytes(len(ledger.moment))  # of clients that are gone
+                deque(given_lately(ledger), 0)  # to clients that are gone
         if not stands:
             self.let_clients_in()
         stack.push_async_callback(self._local_server.close)
@@ -318,11 +321,9 @@ class Agent:
             *(courier, store, core.writes, core.serving, core.outbox, core.metrics),
             arena_address=address_of_buffer(self.arena.memory),
             lane=0 if core.lane is None else core.lane.address,
+            ledger=core.ledger,
         )
-        if core.ledger is None:
-            core.serving.stored = pushes.stored
-        else:
-            courier.pushes = None  # what is put so stands nowhere until it is booked
+        core.serving.stored = pushes.stored
         return CourierDriver(
             *(courier, pushes, loop.selector, core.requester.placement),
             frames=transport.socket,
@@ -344,15 +345,13 @@ class Agent:
         conveyors = driver.conveyors
         self.bulk_server.conveyors = self._bulk_caller.conveyors = conveyors
         driver.connect = self._bulk_caller.convey
-        driver.courier.takes_conveyors = self.core.options.lone_reads_by_tcp
-        self.core.serving.conveys = conveyors.gives
-        self.core.stop_conveying = conveyors.stop_giving
-        if self.core.ledger is not None:
-            return
         self.bulk_server.pushes = self._bulk_caller.pushes = driver.push_sockets
         driver.connect_to_push = self._connect_to_push
         driver.pushes.connects = True
         self.core.serving.takes_pushes = driver.pushes.takes
+        driver.courier.takes_conveyors = self.core.options.lone_reads_by_tcp
+        self.core.serving.conveys = conveyors.gives
+        self.core.stop_conveying = conveyors.stop_giving
         # Not now: what has ended and what has landed is being heard of.
         loop, sockets = asyncio.get_running_loop(), driver.push_sockets
         self.core.stop_pushing = lambda: loop.call_soon(sockets.stop_pushing)

@@ -1383,10 +1383,27 @@ def _give(courier: Courier, number: U64, of: U64, tier: U64, digest: U64, now_ns
 
 
 @native
+def check_of(
+    namespace: U64, key: U64, rest_of_key: U64, offset: U64, room: U64, digest: U64
+) -> U64:
+    """Of a record that says that a block lies there: not 0."""
+    named = key + rest_of_key * _BY_LOW + namespace * _BY_NAMESPACE
+    lies = offset * _BY_LOW + room
+    return ((named ^ digest) * _SPREAD + lies) * _SPREAD_AGAIN | 1
+
+
+@native
 def _check_of(record: Record) -> U64:
-    named = record.key + record.rest_of_key * _BY_LOW + record.namespace * _BY_NAMESPACE
-    held = record.session + record.handle * _BY_LOW + record.offset * _BY_NAMESPACE
-    return ((named ^ held) * _SPREAD + (record.room ^ record.digest)) * _SPREAD_AGAIN | 1
+    held = record.session * _BY_NAMESPACE + record.handle
+    block = check_of(
+        0 + record.namespace,
+        0 + record.key,
+        0 + record.rest_of_key,
+        0 + record.offset,
+        0 + record.room,
+        0 + record.digest,
+    )
+    return block + held * _BY_LOW
 
 
 @native

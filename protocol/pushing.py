@@ -19,7 +19,8 @@ each, in their order. Numbers are in the order of x86-64, which both ends are.
 A home takes what it has a landing place for (`kvcast.protocol.courier`), of a namespace that the
 other may use and that means the same to both, of a bucket of its own, and what it has not yet. It
 says so when the bytes are there and have their digest. Python hears of both ends' work before it
-does anything else.
+does anything else; what it has not heard of when the process dies, the next one reads where the
+entries lie, if that memory outlives it.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ from kvcast.protocol.courier import (
     call_digest,
     call_reset,
     call_update,
+    check_of,
     may_be_here,
     may_look_up,
     meaning_in_force,
@@ -280,6 +282,11 @@ class Ended(Struct):
     rest_of_key: U64
     digest: U64
     elapsed_ns: U64
+    offset: U64
+    """Where the block lies,"""
+    size: U64
+    check: U64
+    """and of all of it, once it is whole, if they have it (`ended_proves`)."""
 
 
 class Landed(Struct):
@@ -296,6 +303,12 @@ class Landed(Struct):
     digest: U64
     depth: U32
     padding: U32
+    offset: U64
+    """Where it lies,"""
+    room: U64
+    """in so large a room,"""
+    check: U64
+    """and of all of it, once it is whole (`landed_proves`)."""
 
 
 class Pushing(Struct):
@@ -695,6 +708,11 @@ def _put_ended(p: Pushing, place: U64, now_ns: U64) -> None:
     ended.rest_of_key = room.push[0].rest_of_key
     ended.digest = room.digest[0]
     ended.elapsed_ns = now_ns - room.asked_ns
+    ended.offset = room.offset
+    ended.size = room.size
+    ended.check = 0
+    if why == _TAKEN:
+        ended.check = _check_of_ended(ended)
     if room.client == NOBODY:
         return
     answer = Answer.at(at)
@@ -709,6 +727,24 @@ def _put_ended(p: Pushing, place: U64, now_ns: U64) -> None:
             answer.offset = following.offset
             following.state = ROOM_GIVEN
             putter.next_room = 0 + NOWHERE
+
+
+@native
+def _check_of_ended(ended: Ended) -> U64:
+    return check_of(
+        0 + ended.namespace,
+        0 + ended.key,
+        0 + ended.rest_of_key,
+        0 + ended.offset,
+        0 + ended.size,
+        0 + ended.digest,
+    )
+
+
+@native
+def ended_proves(ended: Ended) -> bool:
+    """Whether an entry that another process has left says that a block was put."""
+    return ended.check == _check_of_ended(ended)
 
 
 @native
@@ -854,6 +890,27 @@ def push_landed(p: Pushing, receiver: Receiver, digest: U64) -> None:
     landed.rest_of_parent = push.rest_of_parent
     landed.depth = push.depth
     landed.digest = receiver.digest[0]
+    landed.offset = landing.offset
+    landed.room = landing.size
+    landed.check = _check_of_landed(landed)
+
+
+@native
+def _check_of_landed(landed: Landed) -> U64:
+    return check_of(
+        0 + landed.namespace,
+        0 + landed.key,
+        0 + landed.rest_of_key,
+        0 + landed.offset,
+        landed.room + (landed.size << 32),
+        0 + landed.digest,
+    )
+
+
+@native
+def landed_proves(landed: Landed) -> bool:
+    """As `ended_proves`, of a block that was pushed here."""
+    return landed.check == _check_of_landed(landed)
 
 
 @native
@@ -886,8 +943,8 @@ assert PUSH.size == ctypes.sizeof(ctypes_of(Push))
 assert VERDICT.size == ctypes.sizeof(ctypes_of(Verdict))
 assert DIGEST.size == _DIGEST_BYTES
 assert ANSWER.size == ctypes.sizeof(ctypes_of(Answer)) - WORD_BYTES
-_ENDED: Final = struct.Struct(f"=IIII{4 * MOST_HOMES}s16sQQ")
-_LANDED: Final = struct.Struct("=IIII16s16sQII")
+_ENDED: Final = struct.Struct(f"=IIII{4 * MOST_HOMES}s16s5Q")
+_LANDED: Final = struct.Struct("=IIII16s16sQII3Q")
 assert _ENDED.size == ctypes.sizeof(ctypes_of(Ended))
 assert _LANDED.size == ctypes.sizeof(ctypes_of(Landed))
 
@@ -903,6 +960,9 @@ class PutEnded(NamedTuple):
     key: bytes
     digest: int
     elapsed_ns: int
+    offset: int
+    size_bytes: int
+    check: int
 
     @property
     def is_taken(self) -> bool:
@@ -927,6 +987,9 @@ class PushLanded(NamedTuple):
     digest: int
     depth: int
     padding: int
+    offset: int
+    room_bytes: int
+    check: int
 
 
 class Compiled(NamedTuple):
@@ -943,6 +1006,8 @@ class Compiled(NamedTuple):
     push_landed: Callable[[int, int, int], None]
     lands_at: Callable[[int, int], int]
     withdraw: Callable[[int, int], None]
+    ended_proves: Callable[[int], bool]
+    landed_proves: Callable[[int], bool]
 
 
 @cache
@@ -951,6 +1016,7 @@ def compiled() -> Compiled:
     functions = (
         *(hear_put, leaves_next, has_left, verdict_came, end_pusher, expire_pushes),
         *(leave_puts, push_came, push_landed, lands_at, withdraw),
+        *(ended_proves, landed_proves),
     )
     library = Library(*functions)
     return Compiled(*(library.call(function) for function in functions))

@@ -19,7 +19,8 @@ from kvcast.bench.fuzz.targets import entry_point, pool_map
 from kvcast.hostagent.core import pushing as core_pushing
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.courier import Courier
-from kvcast.hostagent.core.pushing import Pushes
+from kvcast.hostagent.core.pushing import Pushes, put_lately
+from kvcast.hostagent.core.recovery import Unwritten
 from kvcast.hostagent.core.sessions import Session
 from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.store import RESERVED, Store
@@ -27,6 +28,7 @@ from kvcast.hostagent.core.writes import WriteOptions
 from kvcast.hostagent.network.lander import hashing
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
+from kvcast.hostagent.tiers.ledger import LEDGER_BYTES, MOMENT_BYTES, Ledger
 from kvcast.protocol.links.bulk import UNREACHABLE, PutCall
 from kvcast.protocol.messages import bulk, local, shared
 from kvcast.protocol.messages.bulk import BulkPut, PutHeader, meaning_of
@@ -85,11 +87,13 @@ class Side:
             hashing=functions,
         )
         self.courier.takes_conveyors = True
+        self._ledger = Ledger(memoryview(bytearray(LEDGER_BYTES)))
         core.reads.courier = self.courier
         self.pushes = Pushes(
             *(self.courier, self.store, core.writes, core.serving, core.outbox, core.metrics),
             arena_address=address_of_buffer(self.memory),
             lane=core.lane.address,
+            ledger=self._ledger,
         )
         self.pushes.connects = True
         core.serving.stored = self.pushes.stored
@@ -102,7 +106,26 @@ class Side:
     def book(self, now: float) -> None:
         """As after every wait."""
         self.courier.book(now)
+        before, lately = self._acknowledged, self._put_lately()
         self.pushes.book(now)
+        assert len(lately) == self._acknowledged - before, "an agent that came now would lose some"
+        for put in lately:
+            copy = self.store.lying_at(put.offset)
+            if copy is not None and copy.block == put.block:
+                room_bytes = self.store.allocator.extent_bytes(put.room_bytes)
+                assert copy.reserved_bytes == room_bytes
+                assert (copy.size_bytes, copy.digest) == (put.size_bytes, put.digest)
+        assert not self._put_lately(), "all of it is in the index now"
+
+    @property
+    def _acknowledged(self) -> int:
+        return self.pushes.counters.put + self.pushes.counters.taken
+
+    def _put_lately(self) -> list[Unwritten]:
+        """What an agent would find that came after one which died now."""
+        memory = memoryview(bytearray(LEDGER_BYTES))
+        memory[-MOMENT_BYTES:] = self._ledger.moment
+        return list(put_lately(Ledger(memory)))
 
 
 class Guest:

@@ -145,20 +145,22 @@ class AsyncClient:
             if not future.done():
                 future.set_result(None)
 
-    def _courier_readable(self) -> None:
+    def _courier_readable(self) -> bool:
+        """Hear an answer of the courier; whether there was one."""
         assert self._courier is not None
         try:
             number, got = self._conversation.heard_of_courier(self._courier.recv(COURIER_BYTES))
         except BlockingIOError:
-            return
+            return False
         except (OSError, AgentGoneError):  # also: the agent does not want us there
             self._leave_courier()
-            return
+            return False
         future = self._courier_waiting.pop(number, None)
         if future is not None and not future.done():
             future.set_result(got)
         elif got is not None:
             self._conversation.give_back(got)
+        return True
 
     async def _ask_courier(self, ask: Ask) -> Ask | local.AgentReply:
         """Ask the courier; its answer, or what the agent is to be asked."""
@@ -213,6 +215,8 @@ class AsyncClient:
         loop = asyncio.get_running_loop()
         end = loop.time() + RECONNECT_S
         self._cut = True
+        while self._courier is not None and self._courier_readable():
+            pass  # what the agent still said: a put may have been done, which is done once
         self._leave_courier()
         backoff = Backoff(RETRY_S, MAX_RETRY_S)
         old = self._writer  # open meanwhile: by its end the agent would know that we are gone

@@ -12,7 +12,7 @@ places; it is a block here from the record on, as one that came by the bulk link
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -26,12 +26,15 @@ from kvcast.hostagent.core.courier import (
 )
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.pool import Pool
+from kvcast.hostagent.core.recovery import Unwritten
 from kvcast.hostagent.core.serving import Serving
 from kvcast.hostagent.core.store import Copy, Store
 from kvcast.hostagent.core.writes import Writes
+from kvcast.hostagent.tiers.ledger import MOMENT_BYTES, Ledger
 from kvcast.native.subset import ctypes_of
 from kvcast.protocol import pushing
 from kvcast.protocol.bounded_map import BoundedMap
+from kvcast.protocol.courier import RECORD, RECORDS
 from kvcast.protocol.messages.questions import ACKS
 from kvcast.protocol.messages.wire import BUCKETS, BlockId, digest_of
 from kvcast.protocol.placement import address_of_buffer
@@ -78,7 +81,8 @@ class _Lent(NamedTuple):
 
 class Pushes:
     """The tables, and the core's side of them. `lane`: the address of the native lane that says who
-    may use which namespace; 0: nothing is taken. `arena_address`: where the arena lies."""
+    may use which namespace; 0: nothing is taken. `arena_address`: where the arena lies. `ledger`:
+    where it stands what was acknowledged and is in no index yet, for an agent that comes after."""
 
     def __init__(
         self,
@@ -91,6 +95,7 @@ class Pushes:
         *,
         arena_address: int,
         lane: int,
+        ledger: Ledger | None = None,
     ) -> None:
         self.counters = PushCounters()
         self.code = pushing.compiled()
@@ -126,6 +131,8 @@ class Pushes:
         self._receivers = self._array(pushing.Receiver, NODES)
         self._ended = self._array(pushing.Ended, pushing.ENDED)
         self._landed = self._array(pushing.Landed, pushing.LANDED)
+        if ledger is not None:
+            self._ended, self._landed = _in_the_moment(ledger)
         self._open_pushers: dict[int, Any] = {}
         """By number, the ends of connections that stand: nothing moves on others."""
         self._open_receivers: dict[int, Any] = {}
@@ -307,6 +314,10 @@ class Pushes:
             if holder is not None:
                 self._metrics.local_requests_total += 1
                 holder.was_put(lent.ticket)
+        # An agent that comes after finds none of them: all are in the index.
+        if not (native.landed_count or native.ended_count):
+            for array, count in ((self._landed, len(come)), (self._ended, len(over))):
+                ctypes.memset(array, 0, count * ctypes.sizeof(array[0]))
 
     def values(self) -> dict[str, float]:
         """Totals by name."""
@@ -515,6 +526,35 @@ class ClientRooms:
 
     def take_back(self, tickets: Collection[int]) -> bool:
         return self._pushes.take_back(self._client, tickets)
+
+
+def _in_the_moment(ledger: Ledger) -> tuple[Any, Any]:
+    """The entries of what has ended and of what has landed, behind the courier's records."""
+    ended = ctypes_of(pushing.Ended) * pushing.ENDED
+    landed = ctypes_of(pushing.Landed) * pushing.LANDED
+    at = RECORDS * RECORD.size
+    assert at + ctypes.sizeof(ended) + ctypes.sizeof(landed) <= MOMENT_BYTES
+    return (
+        ended.from_buffer(ledger.moment, at),
+        landed.from_buffer(ledger.moment, at + ctypes.sizeof(ended)),
+    )
+
+
+def put_lately(ledger: Ledger) -> Iterator[Unwritten]:
+    """What was put from here, or pushed here, and a former agent did not live to write down;
+    afterwards nothing is left of it."""
+    code = pushing.compiled()
+    ended, landed = _in_the_moment(ledger)
+    for entry, one in zip(pushing.take_ended(ended, pushing.ENDED), ended, strict=True):
+        if code.ended_proves(ctypes.addressof(one)):
+            block = BlockId(entry.namespace, entry.key)
+            yield Unwritten(block, entry.offset, entry.size_bytes, entry.size_bytes, entry.digest)
+    for come, one in zip(pushing.take_landed(landed, pushing.LANDED), landed, strict=True):
+        if code.landed_proves(ctypes.addressof(one)):
+            block = BlockId(come.namespace, come.key)
+            yield Unwritten(block, come.offset, come.room_bytes, come.size_bytes, come.digest)
+    for array in (ended, landed):
+        ctypes.memset(array, 0, ctypes.sizeof(array))
 
 
 def _ns(seconds: float) -> int:

@@ -20,8 +20,9 @@ for the rest of the claims at once (about 10 us a copy).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.shared_index import SharedIndex
@@ -33,6 +34,17 @@ STEP_SLOTS: Final = 4096
 STEP_COPIES: Final = 128
 STEP_BYTES: Final = 8 << 20
 """What one step scans, claims, and checks: a millisecond or two of work, each."""
+
+
+class Unwritten(NamedTuple):
+    """A block that was acknowledged, and lies in the arena in so large a room, of which the former
+    agent had written nothing into the index when it died."""
+
+    block: BlockId
+    offset: int
+    room_bytes: int
+    size_bytes: int
+    digest: int
 
 
 @dataclass(slots=True)
@@ -57,7 +69,9 @@ class Recovery:
         store: Store,
         shared: SharedIndex,
         memory: memoryview,
+        unwritten: Callable[[], Iterable[Unwritten]] = lambda: (),
     ) -> None:
+        self._unwritten = unwritten
         self.counters = RecoveryCounters()
         self._index = index
         self._store = store
@@ -85,7 +99,31 @@ class Recovery:
         self._pool = pool
         # Before anybody writes there what they mean now.
         self._meant = {number: self._index.meaning(number) for number in pool.namespaces}
+        for put in self._unwritten():
+            if self._store.known(put.block) is None and self._find(put.block) is None:
+                self._write(put)
         self._store.recovery = self
+
+    def _write(self, put: Unwritten) -> None:
+        """Take over what is not in the index, which has it from now on."""
+        assert self._pool is not None
+        meaning = self._pool.meaning_of(put.block.namespace)
+        if meaning is None or meaning != self._meant.get(put.block.namespace):
+            return
+        copy = self._store.adopt(
+            *(put.block, put.size_bytes, put.offset, COMMITTED, put.digest),
+            room_bytes=put.room_bytes,
+        )
+        if copy is None:
+            self.counters.entries_refused += 1
+            return
+        copy.home = self._pool.is_home(put.block)
+        self._shared.publish(copy)
+        if copy.cell:
+            self._known[Entry.slot_of(copy.cell)] = 1
+        self._early.append(copy)  # nothing is newer
+        self._doubtful[copy] = None
+        self.counters.copies += 1
 
     def takes_over(self, namespace: int, meaning: int) -> bool:
         """Whether copies of a namespace that means this now are taken over. Where they are not, the

@@ -756,6 +756,7 @@ class Session:
         """This room is not the session's any more."""
         self._is_ahead_no_more(ticket)
         self._let_go(self._tickets.pop(ticket))
+        self._strike(ticket)
 
     def _abort(self, request: local.Abort) -> None:
         copies = self._take_tickets(request.tickets)

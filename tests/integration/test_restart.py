@@ -22,6 +22,7 @@ import pytest
 from hostagent_harness import MiniController, PlainSwitch, mac_of, until
 from kvcast.hostagent import membarrier
 from kvcast.hostagent.client import AgentGoneError, AsyncClient, Client, UnavailableError
+from kvcast.hostagent.client.conversation import Ack
 from kvcast.hostagent.flags import options_of, parse
 from kvcast.hostagent.supervisor import GIVE_UP_AFTER, _question_of
 from kvcast.protocol.messages import local
@@ -544,23 +545,69 @@ async def test_an_agent_that_dies_in_the_moment_of_an_answer_leaves_word_of_it(
 async def test_large_blocks_come_by_the_conveyor_of_a_home_that_keeps_its_arena_and_dies(
     tmp_path: Path,
 ) -> None:
+    async with (
+        nodes(tmp_path, 2) as (one, home),
+        await AsyncClient.connect(home.socket) as writer,
+        await AsyncClient.connect(one.socket) as client,
+    ):
+        await put(writer, *range(30))
+
+        async def conveyed() -> bool:
+            await client.drop(NAMESPACE, [key(number) for number in range(100, 110)])
+            await put(writer, *range(100, 110))
+            await check(client, *range(100, 110))
+            return (await client.stats())["courier_conveyed_bytes_total"] > before
+
+        before = 0.0
+        await check(client, *range(10))
+        await until(conveyed)
+        await home.kill_agent()
+        await check(client, *range(10, 20))
+        before = (await client.stats())["courier_conveyed_bytes_total"]
+        await until(conveyed)
+
+
+def _put_and_kill(path: str, dies: Node, ack: Ack, lives: int) -> int:
+    """Whoever was told that its blocks are put kills an agent at once, mostly before that has
+    heard of them; how many there are."""
+    count = 0
+    with Client(path) as client:
+
+        def put_two() -> None:
+            nonlocal count
+            blocks = {key(number): small(number) for number in (count, count + 1)}
+            client.put(NAMESPACE, blocks, ack=ack)
+            count += 2
+
+        for _ in range(lives):
+            before = client.stats()["courier_put_total"]
+            while client.stats()["courier_put_total"] == before:
+                if count >= 300:  # more than the arena has room for
+                    return 0
+                put_two()
+                time.sleep(0.2)
+            pid = dies.agent()
+            put_two()
+            os.kill(pid, signal.SIGKILL)
+            while pid in children(dies.process.pid):
+                time.sleep(0.01)
+    return count
+
+
+@with_a_courier
+@pytest.mark.parametrize("ack", ["home", "local"])
+async def test_what_was_put_in_the_moment_of_death_is_there(tmp_path: Path, ack: Ack) -> None:
+    """By compiled code: at the home that was pushed it, or at the node whose client has put it."""
     async with nodes(tmp_path, 2) as (one, home):
-        async with (
-            await AsyncClient.connect(home.socket) as writer,
-            await AsyncClient.connect(one.socket) as client,
-        ):
-            await put(writer, *range(30))
-
-            async def conveyed() -> bool:
-                await client.drop(NAMESPACE, [key(number) for number in range(100, 110)])
-                await put(writer, *range(100, 110))
-                await check(client, *range(100, 110))
-                return (await client.stats())["courier_conveyed_bytes_total"] > before
-
-            before = 0.0
-            await check(client, *range(10))
-            await until(conveyed)
-            await home.kill_agent()
-            await check(client, *range(10, 20))
-            before = (await client.stats())["courier_conveyed_bytes_total"]
-            await until(conveyed)
+        dies = home if ack == "home" else one
+        count = await asyncio.to_thread(_put_and_kill, one.socket, dies, ack, 4)
+        assert count, "compiled code puts blocks, whatever has died"
+        async with await AsyncClient.connect(dies.socket) as client:
+            await until_it_serves(client)
+            for number in range(count):
+                (block,) = await client.get(NAMESPACE, [key(number)], 10.0)
+                assert block is not None, number
+                with block:
+                    assert bytes(block.data) == small(number)
+                    assert block.tier == "local", "it was acknowledged here"
+            await until_released(client)

@@ -7,6 +7,7 @@ and processes (tests/unit/test_hostagent_kept.py, tests/integration/test_restart
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
-from kvcast.hostagent.core.recovery import Recovery
+from kvcast.hostagent.core.recovery import Recovery, Unwritten
 from kvcast.hostagent.core.sessions import Session
 from kvcast.hostagent.core.shared_index import Region, SharedIndex
 from kvcast.hostagent.core.store import (
@@ -74,7 +75,13 @@ class Machine:
         self.lives = 0
         self.start()
 
-    def start(self, namespaces: list[NamespaceInfo] = NAMESPACES, *, now: float = 0.0) -> AgentCore:
+    def start(
+        self,
+        namespaces: list[NamespaceInfo] = NAMESPACES,
+        *,
+        now: float = 0.0,
+        unwritten: Sequence[Unwritten] = (),
+    ) -> AgentCore:
         """Another agent, over what there is, at that time of its clock."""
         self.lives += 1
         store = Store(Allocator(ARENA_BYTES, SLAB_BYTES))
@@ -84,7 +91,7 @@ class Machine:
         recovery = None
         if self.lives > 1:
             self.index.hide_namespaces()
-            recovery = Recovery(self.index, store, index, self.memory)
+            recovery = Recovery(self.index, store, index, self.memory, lambda: unwritten)
         self.core = AgentCore(
             *(AgentOptions("node-1"), store, self.memory, random.Random(1), index),
             recovery=recovery,
@@ -222,6 +229,38 @@ def test_blocks_that_lie_in_larger_rooms_are_kept_and_so_is_what_lies_beside_the
     assert machine.values()["recovery_entries_refused_total"] == 0
     guest.session.close()
     machine.store.check()
+
+
+def lying(machine: Machine, number: int, size_bytes: int, room_bytes: int) -> Unwritten:
+    """A block that lies in room of the machine's, in no index."""
+    data = content(number, size_bytes)
+    copy = machine.store.reserve(BlockId(1, b""), room_bytes)
+    machine.memory[copy.offset : copy.offset + size_bytes] = data
+    return Unwritten(block(number), copy.offset, room_bytes, size_bytes, digest_of(data))
+
+
+def test_what_was_acknowledged_and_not_written_down_is_taken_over_and_stays() -> None:
+    machine = Machine()
+    for number in range(4):
+        machine.put(number)
+    put, larger = lying(machine, 10, 4096, 4096), lying(machine, 11, 3000, 4096)
+    wrong = lying(machine, 12, 4096, 4096)._replace(digest=7)
+    elsewhere = lying(machine, 13, 4096, 4096)._replace(offset=put.offset)
+    known = lying(machine, 3, 4096, 4096)  # it was written down after all
+    unnamed = put._replace(block=block(14, namespace=9))
+    unwritten = (put, larger, wrong, elsewhere, known, unnamed)
+    machine.start(unwritten=unwritten)
+    assert machine.store.get(block(12)) is None, "nobody gets wrong bytes"
+    machine.recover()
+    expected = {number: content(number, 4096) for number in (0, 1, 2, 3, 10)}
+    expected[11] = content(11, 3000)
+    assert machine.held() == expected
+    machine.start(unwritten=unwritten)  # the one before died before it had cleared them away
+    machine.recover()
+    assert machine.held() == expected
+    machine.start()
+    machine.recover()
+    assert machine.held() == expected, "they are in the index"
 
 
 def test_what_was_used_last_is_evicted_last_after_a_restart() -> None:
