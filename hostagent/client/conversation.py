@@ -795,6 +795,7 @@ class Conversation:
                 if again is None and not asked.intersection(part):
                     rooms = [(ticket, tickets[ticket]) for ticket in part]
                     ask = self._ask_to_put(commit, reservation.namespace, rooms)
+                life = self.lives
                 committed = self._checked((yield ask), local.Committed)
                 if again is not None:
                     self._take_room(again, committed)
@@ -810,6 +811,9 @@ class Conversation:
                 if handed_over:
                     asked.update(handed_over)
                     parts.append(handed_over)
+                if self.lives != life:
+                    # We have named them to an agent that came after, perhaps as not put yet.
+                    self._abort([ticket for ticket in part if ticket not in left])
         except BaseException:
             self._abort(list(left))
             raise

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from kvcast.hostagent.client import AgentGoneError, AsyncClient, BusyError
+from kvcast.hostagent.client.blocks import Reservation
 from kvcast.hostagent.client.conversation import Conversation
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.framing import MessageCodec
@@ -197,6 +198,21 @@ def _held(conversation: Conversation) -> set[int]:
     codec: MessageCodec[Any] = MessageCodec(local.ClientMessage)
     (hello,) = codec.feed(conversation.hello_again())
     return set(hello.resume.held)
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_rooms_that_were_put_are_nobodys_at_an_agent_that_took_them_for_ours(dies: bool) -> None:
+    posted: list[local.Request] = []
+    conversation = Conversation(posted.append)
+    reservation = Reservation(conversation._abort, 1)
+    reservation.tickets |= {8: KEYS[1], 9: KEYS[2]}
+    call = conversation.commit(reservation)
+    request = next(call).request
+    conversation.lives += dies
+    blocks = [local.PutBlock(local.OK, 1, 5), local.PutBlock(local.OK, 1, 6)]
+    with pytest.raises(StopIteration):
+        call.send(local.Committed(request.request, blocks))
+    assert posted == ([local.Abort(request.request + 1, [8, 9])] if dies else [])
 
 
 def test_what_an_answer_gives_is_held_before_anybody_has_taken_it() -> None:
