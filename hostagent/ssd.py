@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvcast.hostagent.core.agent import AgentCore
-from kvcast.hostagent.core.ssd import SSD, SsdTier
+from kvcast.hostagent.core.ssd import ARENA, SSD, SsdTier
 from kvcast.hostagent.options import SsdOptions
 from kvcast.hostagent.tiers.ssd.files import Disk, SsdFile, open_files
 from kvcast.hostagent.tiers.ssd.layout import (
@@ -45,7 +45,6 @@ _SCANS_WAITING: Final = 4
 """Pieces of a table that are read ahead of the loop."""
 
 
-ARENA: Final = "arena"
 _ARENA_THREADS: Final = 4
 """Of a further arena: what they do is copy."""
 

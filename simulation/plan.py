@@ -15,12 +15,14 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from kvcast.controller.core.namespaces import number_of
-from kvcast.protocol.messages.control import POLICIES, TIERS, NamespaceSettings
+from kvcast.protocol.messages.control import POLICIES, NamespaceSettings
 from kvcast.protocol.messages.local import PutAck
 from kvcast.protocol.messages.questions import MAX_MANY
 from kvcast.simulation.model import Name, pending_set_of
 from kvcast.simulation.model_writes import slot_of
 
+_TIERS: Final = ("dram", "ssd")
+"""That hosts have."""
 CALM_S: Final = 1.2
 CHAOS_S: Final = 4.0
 FINAL_S: Final = 1.6
@@ -421,7 +423,7 @@ def _settings(
             ttl_s=rng.choice((2.0, 4.0, 8.0)) if ages else 0.0,
             quota_bytes=_quotas(rng, everything=everything),
             assured_bytes=(
-                {tier: shares.choice((16, 32)) << 10 for tier in TIERS if shares.random() < 0.4}
+                {tier: shares.choice((16, 32)) << 10 for tier in _TIERS if shares.random() < 0.4}
                 if everything
                 else {}
             ),
@@ -435,7 +437,7 @@ def _settings(
 def _quotas(rng: random.Random, *, everything: bool) -> dict[str, int]:
     if not everything:
         return {"dram": rng.choice((2, 6)) << 16} if rng.random() < 0.1 else {}
-    return {tier: rng.choice((16, 32, 64)) << 10 for tier in TIERS if rng.random() < 0.6}
+    return {tier: rng.choice((16, 32, 64)) << 10 for tier in _TIERS if rng.random() < 0.6}
 
 
 def _blocks(

@@ -32,7 +32,7 @@ from kvcast.hostagent.core.reservations import Reservations
 from kvcast.hostagent.core.serving import Serving
 from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.spread import Spread
-from kvcast.hostagent.core.ssd import SSD, SsdTier
+from kvcast.hostagent.core.ssd import ARENA, SSD, SsdTier
 from kvcast.hostagent.core.store import Copy, Store, StoreRules
 from kvcast.hostagent.core.writes import WriteOptions, Writes
 from kvcast.hostagent.core.writing import WriteCard, Writing
@@ -263,7 +263,8 @@ class AgentCore:
         self._missing: dict[int, NamespaceInfo] = {}
         """Namespaces that the controller's maps no longer name: it has lost its state."""
         self._rules: dict[int, StoreRules] = {}
-        self._ssd_rules: dict[int, StoreRules] = {}
+        self._rules_below: dict[str, dict[int, StoreRules]] = {ARENA: {}, SSD: {}}
+        """By tier below DRAM and namespace."""
         self._kept_off_ssd: set[int] = set()
         self._cold_ttl_s: dict[int, float] = {}
         self._asked_again: set[int] = set()
@@ -378,7 +379,7 @@ class AgentCore:
         for tier in tiers:
             tier.meaning_of = self._meaning_of
             tier.became_ready = self._hand_over_found
-        self._state_ssd_rules()
+        self._state_rules_below()
         if self.pool is not None:
             self._begin_tiers()
 
@@ -396,14 +397,10 @@ class AgentCore:
     def _meaning_of(self, namespace: int) -> int | None:
         return self.pool.meaning_of(namespace) if self.pool is not None else None
 
-    def _state_ssd_rules(self) -> None:
+    def _state_rules_below(self) -> None:
         for tier in self.tiers:
-            if tier is self.ssd:
-                tier.configure(self._ssd_rules, self._kept_off_ssd)
-            else:
-                rules = self._ssd_rules.items()
-                unbound = {n: replace(r, quota_bytes=0, assured_bytes=0) for n, r in rules}
-                tier.configure(unbound, set())
+            kept_off = self._kept_off_ssd if tier is self.ssd else set()
+            tier.configure(self._rules_below[tier.tier], kept_off)
 
     def _recall(self, now: float, block: BlockId, then: Callable[[], None]) -> bool:
         """Bring a block from the disk for another node; see `Reads.recall`."""
@@ -716,7 +713,7 @@ class AgentCore:
     def _apply_settings(self, pool: Pool) -> None:
         """What operators say of namespaces is in force."""
         rules: dict[int, StoreRules] = {}
-        below: dict[int, StoreRules] = {}
+        below: dict[str, dict[int, StoreRules]] = {ARENA: {}, SSD: {}}
         kept_off: set[int] = set()
         cold: dict[int, float] = {}
         limits: dict[int, RateLimit] = {}
@@ -728,11 +725,12 @@ class AgentCore:
                 ttl_s=said.ttl_s,
                 assured_bytes=said.assured_bytes.get("dram", 0),
             )
-            below[namespace] = replace(
-                rules[namespace],
-                quota_bytes=said.quota_bytes.get("ssd", 0),
-                assured_bytes=said.assured_bytes.get("ssd", 0),
-            )
+            for tier, of_it in below.items():
+                of_it[namespace] = replace(
+                    rules[namespace],
+                    quota_bytes=said.quota_bytes.get(tier, 0),
+                    assured_bytes=said.assured_bytes.get(tier, 0),
+                )
             if not said.allows("ssd"):
                 kept_off.add(namespace)
             if said.allows("cold"):
@@ -741,9 +739,9 @@ class AgentCore:
         if rules != self._rules:
             self._rules = rules
             self.store.configure(rules)
-        if (below, kept_off) != (self._ssd_rules, self._kept_off_ssd):
-            self._ssd_rules, self._kept_off_ssd = below, kept_off
-            self._state_ssd_rules()
+        if (below, kept_off) != (self._rules_below, self._kept_off_ssd):
+            self._rules_below, self._kept_off_ssd = below, kept_off
+            self._state_rules_below()
         self._cold_ttl_s = cold
         if self.cold is not None:
             self.cold.configure(cold)

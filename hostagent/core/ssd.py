@@ -93,6 +93,7 @@ _REFUSED_A_ROUND: Final = 64
 """Copies that find no room on the shelf, before a round of choosing ends."""
 
 SSD: Final = "ssd"
+ARENA: Final = "arena"
 NO_ROOM: Final = "no room in DRAM"
 GONE: Final = "not on disk any more"
 DAMAGED: Final = "damaged on disk"

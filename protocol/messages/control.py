@@ -73,9 +73,9 @@ class NodeInfo(Struct, frozen=True):
 
 POLICIES = ("lru", "lfu", "fifo", "arc", "s3fifo", "ttl", "value")
 """Eviction policies that a namespace can have (`kvcast.hostagent.tiers.policies`)."""
-TIERS = ("dram", "ssd")
+TIERS = ("dram", "arena", "ssd")
 """Tiers of an agent that a namespace can have a quota of."""
-MEDIA = (*TIERS, "switch", "cold")
+MEDIA = ("dram", "ssd", "switch", "cold")
 """What a namespace's blocks may lie on; dram always."""
 
 Quota = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -92,7 +92,8 @@ class NamespaceSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """What an operator says of a namespace. What is 0, "" or empty is not limited, or as the
     agents' own options say.
 
-    `policy`: one of `POLICIES`; `quota_bytes` by tier (`TIERS`), on each node; `assured_bytes`
+    `policy`: one of `POLICIES`; `quota_bytes` by tier (`TIERS`; arena: of each further one), on
+    each node; `assured_bytes`
     likewise: what other namespaces cannot take from it; `operations_per_s`
     (keys of gets and puts) and `bytes_per_s`, on each node; `weight`: its share of transfers that
     wait for the same way, as against other namespaces'; `ttl_s`: how long a block lives (with the

@@ -398,3 +398,31 @@ async def test_an_agent_does_not_start_over_files_of_others(tmp_path: Path) -> N
         assert path.read_bytes().startswith(b"somebody's letters")
         await pool.start_agent(1, with_ssd())
         await pool.start_agent(2, with_ssd())
+
+
+async def test_namespaces_say_how_much_they_use_of_each_further_arena(tmp_path: Path) -> None:
+    def change(options: Options) -> Options:
+        options = with_ssd(1)(options)
+        arenas = ((f"{tmp_path}/near", 3 * MIB), (f"{tmp_path}/far", 3 * MIB))
+        return replace(options, ssd=replace(options.ssd, paths=(), arenas=arenas))
+
+    async with running_pool(tmp_path, 1, change) as pool:
+        quota = 10 * 65536
+        info = pool.controller.namespaces[1]
+        pool.controller.namespaces[1] = msgspec.structs.replace(
+            info, settings=NamespaceSettings(quota_bytes={"arena": quota})
+        )
+        pool.controller.publish()
+        await pool.settled()
+        ssd = pool.agents[1].ssd
+        assert ssd is not None
+        for number in range(60):
+            for namespace in (1, 2):
+                await put(pool, 1, range(number, number + 1), namespace=namespace, paced=False)
+            await until(lambda: not any(tier.is_behind for tier in ssd.tiers))
+            for tier in ssd.tiers:
+                assert tier.shelf.namespace_bytes(2) <= quota
+        for tier in ssd.tiers:
+            assert tier.shelf.namespace_bytes(2) > 0
+            assert tier.shelf.namespace_bytes(1) > quota, "who has no quota there"
+            tier.check()
