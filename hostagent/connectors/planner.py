@@ -13,8 +13,8 @@ A request goes through
     NEW ──arrived──► ASKED ──answered──► KNOWN ──matched, allocated──► LOADING ──loaded──► DONE
                        └── no answer in time, pool left alone, failure ─────────────────► DONE
 
-and never back from DONE, but for a request that the engine threw out and takes again, all of whose
-blocks came (`matched` of one that is DONE without failure): so no failure makes a loop.
+and never back from DONE, but for a request that the engine threw out and takes again (`matched` of
+one that is DONE without failure, with another `preemptions`): so no failure makes a loop.
 """
 
 from __future__ import annotations
@@ -122,6 +122,8 @@ class _Request:
     """The number of the last question about it."""
     asked_at: float = 0.0
     answered_at: float = 0.0
+    preemptions: int = 0
+    """How often the engine had thrown it out when the pool was last asked for that reason."""
     wanted_since: float | None = None
     """Since when the engine waits for us: the deadline counts from here."""
     held: int = 0
@@ -299,17 +301,22 @@ class Planner:
         *,
         near: int = 0,
         busy_tokens: int = 0,
+        preemptions: int = 0,
     ) -> int | None:
         """How many blocks beyond the first `here` the pool will bring, of the first `most` at
         most; None: not known yet, ask again. `rest_tokens`: tokens behind those; `near` and
-        `busy_tokens` as in `arrived`."""
+        `busy_tokens` as in `arrived`; `preemptions`: how often the engine has thrown it out."""
         options = self._options
         request = self._requests.setdefault(name, _Request())
         if self._doubt is not None:
             return None  # the engine's own cache may have given it blocks that have not come
         if not options.load or most <= here:
             return 0
-        if request.stage in (Stage.NEW, Stage.DONE) and not request.failed:
+        # An engine without room for it asks at each step: it has its answer, and `None` would let
+        # those behind it go first.
+        again = request.stage is Stage.DONE and preemptions != request.preemptions
+        if (request.stage is Stage.NEW or again) and not request.failed:
+            request.preemptions = preemptions
             request.wanted_since = None
             self._ask(now, name, request, hashes, here, busy_tokens)
         if request.wanted_since is None:

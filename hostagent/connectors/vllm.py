@@ -599,6 +599,7 @@ class _SchedulerHalf:
             request.num_tokens - most * self._block_tokens,
             near=self._near(hashes[here:]),
             busy_tokens=self._busy_tokens(request.request_id),
+            preemptions=request.num_preemptions,
         )
         self._tell_of_turns()
         self._send_lookups()

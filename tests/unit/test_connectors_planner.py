@@ -166,8 +166,17 @@ def test_a_request_that_was_thrown_out_is_looked_up_anew() -> None:
     ask(planner, "r", hashes, held=8)
     plan = load(planner, "r", hashes, 0.1)
     planner.loaded(0.2, "r", plan.number, 8, hashes, "")
-    assert planner.matched(7.0, "r", hashes, 0, 10) is None
+    assert planner.matched(7.0, "r", hashes, 0, 10, preemptions=1) is None
     assert planner.out.lookups
+
+
+def test_a_request_for_which_the_engine_has_no_room_yet_keeps_its_answer() -> None:
+    planner, hashes = make(), chain("a", 10)
+    ask(planner, "r", hashes, held=0)
+    for step in range(1, 6):  # a None would let requests behind it have the room first
+        assert planner.matched(0.1 * step, "r", hashes, 0, 10) == 0
+    assert not planner.out.lookups
+    assert counts(planner) == {"lookups": 1, "miss_blocks|reason=not_held": 10}
 
 
 def test_a_report_of_another_load_or_a_request_that_is_gone_changes_nothing() -> None:
