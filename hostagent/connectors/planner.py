@@ -541,6 +541,8 @@ class Planner:
         request = self._requests.get(name)
         if request is None or not self.unsaved(name, full) or not self.health.well:
             return None
+        if request.stage is Stage.LOADING and self._doubt is None:
+            return None  # the engine ends it: what it counts as computed has not come yet
         if request.saved is None:
             # What the engine held, it has saved when it was computed; where the pool was asked,
             # it has said what it holds, and what it has lost is brought again.

@@ -409,6 +409,20 @@ def test_where_the_pool_was_not_asked_what_the_engine_held_is_not_saved_again() 
     assert save.first == 6
 
 
+def test_a_request_that_ends_while_its_blocks_come_saves_none_of_them() -> None:
+    planner, hashes = make(), chain("a", 10)
+    ask(planner, "r", hashes, held=0)
+    assert planner.matched(0.1, "r", hashes, 0, 10) == 0
+    assert planner.computed(0.1, "r", hashes, 4, ids(4)) is not None
+    # It is thrown out and taken again; another engine has saved the rest meanwhile.
+    assert planner.matched(0.2, "r", hashes, 0, 10, preemptions=1) is None
+    planner.answered(0.3, "r", planner.out.lookups.pop().number, 10)
+    assert planner.matched(0.3, "r", hashes, 0, 10, preemptions=1) == 10
+    planner.allocated(0.3, "r", hashes, 10, ids(10))
+    # Its client goes; vLLM counts all that is on its way as computed.
+    assert planner.computed(0.4, "r", hashes, 10, ids(10)) is None
+
+
 def test_two_requests_with_one_prefix_save_it_once() -> None:
     planner, hashes = make(), chain("a", 10)
     ask(planner, "r", hashes, held=0)
