@@ -996,6 +996,13 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str:
         return "decode context parallelism spreads a block's tokens over ranks"
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         return "prefill context parallelism spreads a block's tokens over ranks"
+    media = vllm_config.model_config.multimodal_config
+    caching = vllm_config.cache_config.enable_prefix_caching
+    if media is not None and not media.mm_processor_cache_gb and not caching:
+        return (
+            "vLLM names images by a counter, which another engine has for other images, where both "
+            "--enable-prefix-caching and --mm-processor-cache-gb are off"
+        )
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         return "the model has no KV cache"
