@@ -273,6 +273,10 @@ class Proxy:
     async def _read(self, request: web.BaseRequest) -> tuple[bytes, dict[str, Any]]:
         try:
             async with asyncio.timeout(self._options.body_timeout_s):
+                expects = request.headers.get("Expect", "").lower()
+                if expects == "100-continue" and request.version >= aiohttp.HttpVersion11:
+                    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                    request.writer.output_size = 0  # the answer itself has not begun
                 raw = await request.read()
         except web.HTTPRequestEntityTooLarge as error:
             raise RefusedError(413, "too_large", "the request is too large") from error

@@ -567,6 +567,22 @@ async def test_a_request_that_is_too_long_is_refused() -> None:
         assert not fakes[0].requests
 
 
+async def test_a_client_that_waits_for_leave_to_send_its_body_is_given_it() -> None:
+    async with fake_engines("a") as fakes, routed(at(*fakes)) as served:
+        port = int(served.url.rsplit(":", 1)[1])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = json.dumps({"model": "m", "prompt": LONG}).encode()
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(body)
+        )
+        async with asyncio.timeout(PATIENCE_S):
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            writer.write(body)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
 async def test_other_paths_and_methods_are_refused() -> None:
     async with fake_engines("a") as fakes, routed(at(*fakes)) as served:
         for path in ("/", "/v1/embeddings", "/v1/completions/..%2f..", "/shutdown"):
