@@ -346,7 +346,7 @@ class Proxy:
         headers = CIMultiDict(
             (name, value)
             for name, value in request.headers.items()
-            if name.lower() not in _OF_A_CONNECTION
+            if name.lower() not in _OF_A_CONNECTION | {"content-encoding"}  # it was unpacked
         )
         headers.setdefault("X-Request-Id", attempt.name)
         url = self._engines.address(attempt.choice.engine).url + request.path_qs

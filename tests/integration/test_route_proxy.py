@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import logging
 import os
@@ -581,6 +582,16 @@ async def test_a_client_that_waits_for_leave_to_send_its_body_is_given_it() -> N
             writer.write(body)
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         writer.close()
+
+
+async def test_a_body_that_came_packed_is_not_said_to_be_packed_any_more() -> None:
+    async with fake_engines("a") as fakes, routed(at(*fakes)) as served:
+        body = gzip.compress(json.dumps({"model": "m", "prompt": LONG}).encode())
+        async with served.session.post(
+            f"{served.url}/v1/completions", data=body, headers={"Content-Encoding": "gzip"}
+        ) as answer:
+            assert answer.status == 200, await answer.text()
+        assert "Content-Encoding" not in fakes[0].headers[0]
 
 
 async def test_other_paths_and_methods_are_refused() -> None:
