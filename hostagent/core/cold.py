@@ -31,8 +31,8 @@ from kvcast.protocol.messages.wire import MAX_BLOCK_BYTES, BlockId, digest_of
 HEAD: Final = struct.Struct("<8sQ16sQQd")
 """Magic, meaning, key, size, digest, when it was committed (seconds since 1970)."""
 MAGIC: Final = b"kvcold\r\n"
-LIST_AGAIN_S: Final = 10.0
-"""After a listing that failed, before the next try."""
+AGAIN_S: Final = 10.0
+"""After a listing or a deletion that failed, before the next try."""
 DONE: Final = ""
 NO_ROOM: Final = "no room in DRAM"
 GONE: Final = "not in the object store"
@@ -129,8 +129,11 @@ class ColdTier:
         self._others: deque[Task] = deque()
         self._listed: dict[str, int] = {}
         """Prefixes that were listed, and their namespaces."""
-        self._to_list: dict[str, float] = {}
-        """Prefixes whose listing has failed, and when it is tried again."""
+        self._again: dict[tuple[Errand, str], tuple[float, Task]] = {}
+        """What has failed, and when it is tried again."""
+        self._emptying: dict[str, Task] = {}
+        """Prefixes under which everything is to go, and is not gone yet: what is listed there now
+        was dropped."""
         self._unlisted: set[str] = set()
         """Those whose listing has not come to its end,"""
         self._dropped: set[BlockId] = set()
@@ -177,9 +180,11 @@ class ColdTier:
             del self._known[block]
         for prefix in [p for p, number in self._listed.items() if number == namespace]:
             del self._listed[prefix]
-            self._to_list.pop(prefix, None)
             self._unlisted.discard(prefix)
-            self._others.append(Task(Errand.DELETE_ALL, prefix, self._other_ended))
+            for errand in (Errand.LIST, Errand.DELETE_ALL):
+                self._again.pop((errand, prefix), None)
+            self._emptying[prefix] = self._empty_task(prefix)
+            self._others.append(self._emptying[prefix])
         self.wake()
 
     def configure(self, ttl_s: Mapping[int, float]) -> None:
@@ -190,13 +195,16 @@ class ColdTier:
             if prefix is not None and prefix not in self._listed:
                 self._listed[prefix] = namespace
                 self._unlisted.add(prefix)
-                self._others.append(self._list_task(prefix))
+                if prefix not in self._emptying:
+                    self._others.append(self._list_task(prefix))
         self.wake()
 
     def _list_task(self, prefix: str) -> Task:
         def ended(now: float, error: str, data: memoryview | None) -> None:
-            if error and prefix in self._listed:
-                self._to_list[prefix] = now + LIST_AGAIN_S
+            if prefix in self._emptying:
+                pass  # it is listed when that is done
+            elif error and prefix in self._listed:
+                self._try_again(now, self._list_task(prefix))
             elif not error:
                 self._unlisted.discard(prefix)
                 if not self._unlisted:
@@ -204,6 +212,33 @@ class ColdTier:
             self._other_ended(now, error, data)
 
         return Task(Errand.LIST, prefix, ended)
+
+    def _empty_task(self, prefix: str) -> Task:
+        def ended(now: float, error: str, data: memoryview | None) -> None:
+            if self._emptying.get(prefix) is task:  # it was not dropped once more meanwhile
+                if error not in (DONE, GONE):
+                    self._try_again(now, task)
+                else:
+                    del self._emptying[prefix]
+                    if prefix in self._listed:
+                        self._others.append(self._list_task(prefix))
+            self._other_ended(now, error, data)
+
+        task = Task(Errand.DELETE_ALL, prefix, ended)
+        return task
+
+    def _delete_task(self, block: BlockId, name: str) -> Task:
+        def ended(now: float, error: str, data: memoryview | None) -> None:
+            room = len(self._again) < self.rules.max_waiting
+            if error not in (DONE, GONE) and block not in self._known and room:
+                self._try_again(now, task)
+            self._other_ended(now, error, data)
+
+        task = Task(Errand.DELETE, name, ended)
+        return task
+
+    def _try_again(self, now: float, task: Task) -> None:
+        self._again[task.errand, task.name] = now + AGAIN_S, task
 
     def advance(self, now: float) -> None:
         """It is `now`."""
@@ -222,7 +257,7 @@ class ColdTier:
     def found(self, prefix: str, names: Iterable[str]) -> None:
         """Objects that are there; names that are none of ours are passed over."""
         namespace = self._listed.get(prefix)
-        if namespace is None:
+        if namespace is None or prefix in self._emptying:
             return
         for name in names:
             text = name.removeprefix(prefix)
@@ -236,9 +271,8 @@ class ColdTier:
     def take_tasks(self, now: float) -> list[Task]:
         """What is to be done now."""
         self.advance(now)
-        for prefix in [p for p, at in self._to_list.items() if at <= now]:
-            del self._to_list[prefix]
-            self._others.append(self._list_task(prefix))
+        for which in [which for which, (at, _) in self._again.items() if at <= now]:
+            self._others.append(self._again.pop(which)[1])
         tasks: list[Task] = []
         while self._errands + len(tasks) < self.rules.max_errands:
             task = self._next()
@@ -250,7 +284,7 @@ class ColdTier:
 
     def get_timer(self) -> float | None:
         """When `take_tasks` is to be called in any case; None = when something happens."""
-        return min(self._to_list.values(), default=None)
+        return min((at for at, _ in self._again.values()), default=None)
 
     def _next(self) -> Task | None:
         """Readers first; then what is to be forgotten; then what is to be stored."""
@@ -292,9 +326,10 @@ class ColdTier:
             self.counters.stored += 1
             self.counters.stored_bytes += copy.size_bytes
             if dropped:
-                self._others.append(Task(Errand.DELETE, name, self._other_ended))
+                self._others.append(self._delete_task(copy.block, name))
             else:
                 self._known[copy.block] = None
+                self._again.pop((Errand.DELETE, name), None)
 
         return Task(Errand.STORE, name, ended, (head, view))
 
@@ -302,7 +337,7 @@ class ColdTier:
         name = self._name_of(block)
         if name is not None:
             self.counters.deleted += 1
-            self._others.append(Task(Errand.DELETE, name, self._other_ended))
+            self._others.append(self._delete_task(block, name))
             self.wake()
 
     def _other_ended(self, now: float, error: str, _data: memoryview | None) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 
 from kvcast.hostagent.core.cold import (
+    AGAIN_S,
     DAMAGED,
     DONE,
     GONE,
     HEAD,
-    LIST_AGAIN_S,
     MAGIC,
     ColdRules,
     ColdTier,
@@ -37,6 +37,7 @@ class Bench:
         self.now = 0.0
         self.objects: dict[str, bytes] = {}
         self.listings_fail = False
+        self.deletions_fail = False
         self.got: list[tuple[str, bytes]] = []
 
     def put(self, number: int, data: bytes = b"some bytes", namespace: int = 1) -> Copy:
@@ -53,6 +54,8 @@ class Bench:
             case Errand.FETCH:
                 found = self.objects.get(task.name)
                 error, data = (GONE, None) if found is None else (DONE, memoryview(found))
+            case Errand.DELETE | Errand.DELETE_ALL if self.deletions_fail:
+                error = "it does not answer"
             case Errand.DELETE:
                 self.objects.pop(task.name, None)
             case Errand.DELETE_ALL:
@@ -112,13 +115,13 @@ def test_a_listing_that_fails_is_tried_again_later_and_not_for_a_namespace_that_
     bench.listings_fail = True
     bench.tier.configure({1: 0.0, 2: 0.0})
     assert bench.work() == [Errand.LIST, Errand.LIST]
-    assert bench.tier.get_timer() == LIST_AGAIN_S
+    assert bench.tier.get_timer() == AGAIN_S
     assert not bench.tier.holds(block(1))
     assert bench.work() == []
     bench.tier.drop_namespace(2)
     bench.work()
     bench.listings_fail = False
-    bench.now = LIST_AGAIN_S
+    bench.now = AGAIN_S
     assert bench.work() == [Errand.LIST]
     assert bench.tier.get_timer() is None
     assert bench.read(1) == DONE
@@ -140,6 +143,59 @@ def test_what_is_dropped_while_the_store_is_listed_is_deleted_and_not_found() ->
     assert list(bench.objects) == [name(2)]
     bench.store.drop(block(3))
     assert bench.work() == [], "there is no such object, as is known by now"
+
+
+def test_what_could_not_be_deleted_is_deleted_later_and_not_if_it_is_stored_anew() -> None:
+    bench = Bench()
+    bench.tier.configure({1: 0.0})
+    for number in (1, 2, 3):
+        bench.put(number)
+    bench.work()
+    bench.deletions_fail = True
+    for number in (1, 2):
+        bench.store.drop(block(number))
+    assert bench.work() == [Errand.DELETE] * 2
+    assert bench.tier.get_timer() == AGAIN_S
+    bench.put(2)
+    assert bench.work() == [Errand.STORE]
+    bench.deletions_fail = False
+    bench.now = AGAIN_S
+    assert bench.work() == [Errand.DELETE]
+    assert sorted(bench.objects) == [name(2), name(3)]
+    bench.deletions_fail = True
+    bench.store.drop_namespace(1)
+    assert bench.work() == [Errand.DELETE_ALL]
+    bench.deletions_fail = False
+    bench.now = 2 * AGAIN_S
+    assert bench.work() == [Errand.DELETE_ALL]
+    assert bench.objects == {}
+    assert bench.tier.get_timer() is None
+
+
+def test_a_namespace_that_is_made_again_is_listed_when_all_that_it_held_is_deleted() -> None:
+    bench = Bench()
+    bench.objects[name(1)] = packed(1, b"from before")
+    bench.tier.configure({1: 0.0})
+    (listing,) = bench.tier.take_tasks(bench.now)
+    bench.tier.drop_namespace(1)
+    bench.deletions_fail = True
+    assert bench.work() == [Errand.DELETE_ALL]
+    bench.tier.configure({1: 0.0})
+    bench.tier.found(listing.name, list(bench.objects))
+    listing.ended(bench.now, DONE, None)
+    assert bench.work() == []
+    assert not bench.tier.holds(block(1)), "it was dropped"
+    bench.deletions_fail = False
+    bench.now = AGAIN_S
+    (emptying,) = bench.tier.take_tasks(bench.now)
+    bench.do(emptying)
+    bench.objects[name(2)] = packed(2, b"of another node")
+    bench.store.drop(block(2))
+    bench.objects[name(3)] = packed(3, b"of another node")
+    assert bench.work() == [Errand.LIST, Errand.DELETE]
+    held = [bench.tier.holds(block(number)) for number in (1, 2, 3)]
+    assert held == [False, False, True]
+    assert list(bench.objects) == [name(3)]
 
 
 def test_what_a_store_gives_back_is_believed_if_it_says_what_it_should() -> None:
