@@ -13,6 +13,7 @@ Mooncake has evicted is gone, which is no error.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import logging
 import queue
@@ -109,7 +110,14 @@ class Obstore:
         import obstore
 
         async for some in self.names(prefix):
-            await obstore.delete_async(self._store, some)
+            try:
+                await obstore.delete_async(self._store, some)
+            except FileNotFoundError:  # others delete them, too; it may have ended at that one
+                await asyncio.gather(*map(self._delete_if_there, some))
+
+    async def _delete_if_there(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            await self.delete(name)
 
     async def names(self, prefix: str) -> AsyncIterator[Sequence[str]]:
         import obstore

@@ -1,5 +1,5 @@
 """What Mooncake's library says, as a store of the cold tier: a double of the library says it here,
-and tests/integration/test_cold_pool.py has the real one.
+and tests/integration/test_cold_pool.py has the real one. And what `obstore` says of a folder.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ import asyncio
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from kvcast.hostagent import object_stores
@@ -172,3 +173,23 @@ async def test_without_the_package_it_is_said(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     with pytest.raises(ColdError, match="package"):
         open_store(URL)
+
+
+async def test_all_of_a_prefix_is_deleted_although_others_delete_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    store = open_store(f"file://{tmp_path}")
+    names = [f"c/all/{number:03}" for number in range(150)]
+    for name in (*names, "c/other/0"):
+        await store.put(name, b"x")
+    list_names = store.names
+
+    async def names_of_which_others_take_some(prefix: str) -> AsyncIterator[Sequence[str]]:
+        async for some in list_names(prefix):
+            (tmp_path / some[len(some) // 2]).unlink()
+            yield some
+
+    monkeypatch.setattr(store, "names", names_of_which_others_take_some)
+    await store.delete_all("c/all/")
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["0"]
