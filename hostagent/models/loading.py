@@ -27,6 +27,7 @@ from kvcast.hostagent.models.manifest import (
     identity,
     key_of,
     manifest_key,
+    parts_of,
 )
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.wire import KEY_BYTES
@@ -81,7 +82,8 @@ class Source:
 
 def sources(folder: Path) -> list[Source]:
     """The files of a folder and of those in it, by path. Links to files are followed, links to
-    folders are not. LoadError for a folder that cannot be read or holds none."""
+    folders are not. LoadError for a folder that cannot be read or holds none, or one whose name
+    nobody would write."""
     found: list[Source] = []
 
     def failed(error: OSError) -> None:
@@ -96,9 +98,14 @@ def sources(folder: Path) -> list[Source]:
             except OSError as error:
                 raise LoadError(f"{at}: {error.strerror}") from error
             if stat.S_ISREG(facts.st_mode):
+                path = at.relative_to(folder).as_posix()
+                try:
+                    parts_of(path)
+                except ManifestError as error:
+                    raise LoadError(f"this folder cannot be in the pool: {error}") from error
                 found.append(
                     Source(
-                        at.relative_to(folder).as_posix(),
+                        path,
                         at,
                         facts.st_size,
                         facts.st_mtime_ns,

@@ -119,7 +119,7 @@ def decode(data: bytes | memoryview) -> Manifest:
         raise ManifestError(f"its format is {manifest.format}, and {FORMAT} is understood")
     former: tuple[str, ...] = ()
     for file in manifest.files:
-        parts = _parts(file.path)
+        parts = parts_of(file.path)
         if parts <= former:
             raise ManifestError(f"{file.path!r} comes twice, or its files are not in order")
         if former and parts[: len(former)] == former:
@@ -130,7 +130,7 @@ def decode(data: bytes | memoryview) -> Manifest:
     return manifest
 
 
-def _parts(path: str) -> tuple[str, ...]:
+def parts_of(path: str) -> tuple[str, ...]:
     """The parts of a path that may be written; ManifestError for any other."""
     parts = tuple(path.split("/"))
     if PurePosixPath(path).is_absolute() or any(part in ("", ".", "..") for part in parts):

@@ -7,6 +7,7 @@ Cannot see: the pool, and what is written (`tests/integration/test_pool_models.p
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -165,4 +166,13 @@ def test_a_folder_that_cannot_be_read_is_told_of(tmp_path: Path) -> None:
         sources(tmp_path / "none")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     with pytest.raises(LoadError, match="dangling"):
+        sources(tmp_path)
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9.bin", b"two\nlines", b"back\\slash"])
+def test_a_file_that_could_not_be_fetched_is_told_of_before_anything_is_put(
+    tmp_path: Path, name: bytes
+) -> None:
+    (tmp_path / os.fsdecode(name)).write_bytes(b"12345")
+    with pytest.raises(LoadError, match="has characters that no file's name should have"):
         sources(tmp_path)
