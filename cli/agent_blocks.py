@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvcast.cli.blocks import (
@@ -19,6 +18,7 @@ from kvcast.cli.blocks import (
     key_from,
     run_block_command,
     socket_parser,
+    standard_input,
 )
 from kvcast.service.commands import EXIT_MISS, EXIT_OK, CommandError
 from kvcast.service.values import TextError, number
@@ -216,7 +216,7 @@ def _keys(words: Sequence[str]) -> list[bytes]:
     """The keys that the words name, each once; CommandError."""
     named: dict[bytes, None] = {}
     for word in words:
-        lines = sys.stdin.read().split() if word == "-" else [word]
+        lines = standard_input().decode(errors="replace").split() if word == "-" else [word]
         for line in lines:
             try:
                 named[key_from(line)] = None

@@ -6,8 +6,11 @@ Owns: how a block is named on the command line. Must not know: how it travels.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
+import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +20,8 @@ from kvcast.service.values import TextError, whole_number
 
 if TYPE_CHECKING:
     from kvcast.hostagent.client import AsyncClient
+
+_PIECE_BYTES = 1 << 20
 
 
 def socket_parser(program: str, description: str, examples: str) -> argparse.ArgumentParser:
@@ -73,6 +78,21 @@ def key_from(text: str) -> bytes:
     if len(key) != 16:
         raise TextError(f"{text!r} is not a key of 32 hexadecimal digits")
     return key
+
+
+def standard_input() -> bytes:
+    """All of standard input, within `run_command`, whose event loop stands still until it ends, and
+    hears of no signal: so it ends at one."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.default_int_handler) for number in signals]
+    try:
+        # Piece by piece: to read all at once does not look for signals in between.
+        return b"".join(iter(lambda: os.read(sys.stdin.fileno(), _PIECE_BYTES), b""))
+    except KeyboardInterrupt:
+        raise asyncio.CancelledError from None
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
 
 
 @contextlib.asynccontextmanager

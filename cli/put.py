@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcast.cli.blocks import block_parser, connected, key_from, run_block_command
+from kvcast.cli.blocks import (
+    block_parser,
+    connected,
+    key_from,
+    run_block_command,
+    standard_input,
+)
 from kvcast.service.commands import EXIT_OK, CommandError
 
 _EXAMPLES = """\
@@ -37,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _put(options: argparse.Namespace) -> int:
     if options.file == "-":
-        data = sys.stdin.buffer.read()
+        data = standard_input()
     else:
         try:
             data = Path(options.file).read_bytes()

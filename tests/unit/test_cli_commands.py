@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
 import json
 import os
 import signal
@@ -233,6 +234,25 @@ def test_a_signal_cancels_the_command_and_lets_it_clean_up(
     assert run_command(sleeps, log_level="warning") == 130
     assert cleaned == [True]
     assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["put"], ["agent", "evict"]])
+def test_a_signal_ends_a_command_that_waits_for_its_standard_input(words: list[str]) -> None:
+    command = [sys.executable, "-m", "kvcast.cli.main", *words, "--socket", "/no/such.sock", "-"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdin is not None
+        fcntl.fcntl(running.stdin, fcntl.F_SETPIPE_SZ, 4096)
+        running.stdin.write("ab" * 2500)
+        running.stdin.flush()  # it is longer than the pipe: the command reads
+        running.send_signal(signal.SIGINT)
+        try:
+            assert running.wait(timeout=30) == 130
+        finally:
+            running.kill()
+        assert running.stderr is not None
+        assert running.stderr.read() == "kvcast: interrupted\n"
 
 
 def test_the_shell_says_how_to_get_it(
