@@ -23,7 +23,7 @@ from kvcast.service.identity import (
     Identity,
     IdentityError,
 )
-from kvcast.service.values import TextError, parse_node_id
+from kvcast.service.values import TextError, parse_node_id, whole_number
 
 if TYPE_CHECKING:
     from kvcast.service.authority import Issued, Part
@@ -125,10 +125,10 @@ def build_parser() -> argparse.ArgumentParser:
     renew = command("renew", "make new certificates in place of those that end soon")
     renew.add_argument(
         "--within",
-        type=int,
+        type=whole_number(0, 36500),
         default=60,
         metavar="DAYS",
-        help="renew those that end within so many days (default: %(default)s days)",
+        help="renew those that end within so many days, up to 36500 (default: %(default)s days)",
     )
     renew.add_argument("--all", action="store_true", help="renew every certificate")
     lasting(renew)

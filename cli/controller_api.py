@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import json
 import os
 import ssl
@@ -143,7 +144,7 @@ def ask_controller(
         raise CommandError(f"{url}: {_reason(error)}") from error
     except urllib.error.URLError as error:
         raise CommandError(f"{url}: no controller answers: {error.reason}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise CommandError(f"{url}: {error}") from error
     if not isinstance(found, dict):
         raise CommandError(f"{url}: this is no kvcast controller")

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from kvcast.hostagent.standing import index_beside
@@ -24,6 +22,7 @@ from kvcast.hostagent.tiers.ssd.layout import SsdError, head_of
 from kvcast.hostagent.tiers.ssd.mapped import open_arena
 from kvcast.protocol.messages import shared
 from kvcast.service.commands import EXIT_FAILED, EXIT_OK, EXIT_USAGE, command_parser
+from kvcast.service.reports import write_json
 
 _DESCRIPTION = """\
 Reads every block that a stopped agent has left in the files of --ssd, or in an arena that it has
@@ -67,7 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for report in reports:
         print("\n".join(described(report)))
     if options.json:
-        Path(options.json).write_text(json.dumps([_plain(r) for r in reports], indent=1) + "\n")
+        try:
+            write_json(options.json, [_plain(r) for r in reports])
+        except OSError as error:
+            print(f"kvcast agent fsck: {error}", file=sys.stderr)
+            failed = True
     whole = all(report.is_clean or options.repair for report in reports)
     return EXIT_OK if whole and not failed else EXIT_FAILED
 

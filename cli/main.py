@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcast.service.commands import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from kvcast.service.commands import EXIT_FAILED, EXIT_OK, EXIT_USAGE, interrupted
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if _lacks(sys.argv[0], command.extra):
         return EXIT_FAILED
     module = importlib.import_module(command.module)
-    status = getattr(module, command.function)(words[len(name.split()) :])
-    return int(status)
+    try:
+        return int(getattr(module, command.function)(words[len(name.split()) :]))
+    except KeyboardInterrupt:  # of a command without an event loop, which takes signals over
+        return interrupted()
 
 
 def simple_switch_grpc() -> int:

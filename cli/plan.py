@@ -84,9 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         report = _of_status(args.status) if args.status else _of_simulation(args)
+        reports.report_to(args.json, report, _show)
     except (ScenarioError, NetworkError, SpanError, WorkloadError, OSError, ValueError) as error:
         return failed(str(error))
-    reports.report_to(args.json, report, _show)
     return EXIT_OK
 
 

@@ -74,8 +74,7 @@ def run_command(main: Callable[[], Coroutine[Any, Any, int]], *, log_level: str)
     try:
         return asyncio.run(_until_signal(main))
     except (asyncio.CancelledError, KeyboardInterrupt):
-        print("kvcast: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return interrupted()
     except BrokenPipeError:
         with contextlib.suppress(OSError):
             sys.stdout.close()
@@ -84,6 +83,12 @@ def run_command(main: Callable[[], Coroutine[Any, Any, int]], *, log_level: str)
         if log_level == "debug":
             raise
         return failed(error)
+
+
+def interrupted() -> int:
+    """Tell that somebody ended the command; the exit status."""
+    print("kvcast: interrupted", file=sys.stderr)
+    return EXIT_INTERRUPTED
 
 
 def failed(error: BaseException | str, program: str = "kvcast") -> int:

@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from kvcast.cli import drain, main, shell, status
+from kvcast.cli import drain, fsck, main, shell, status
 from kvcast.cli.blocks import key_from
 from kvcast.hostagent.core.metrics import FETCH_BOUNDS_S, Histogram
 from kvcast.service import commands
@@ -145,6 +145,7 @@ def test_a_failure_is_one_line_and_status_1(words: list[str], complaint: str) ->
         ["bench"],
         ["bench", "incast", "--block-size", "huge"],
         ["status", "--interval", "0"],
+        ["certs", "renew", "certs", "--within", "1000000"],
         ["status", "--tls", "certs/operator"],
         ["namespace", "list", "--tls", "certs/operator"],
         ["agent", "drain", "node-1", "--tls", "certs/operator", "--http", "10.0.0.1:9601"],
@@ -422,6 +423,47 @@ def test_status_reads_a_controllers_answer_and_refuses_another_servers() -> None
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.mark.parametrize(
+    "answer", [b"hello\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}"]
+)
+def test_an_answer_that_is_no_http_or_is_cut_off_is_told(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answers() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=answers)
+        thread.start()
+        with pytest.raises(CommandError, match="127.0.0.1"):
+            status.fetch_status(f"http://127.0.0.1:{server.getsockname()[1]}")
+        thread.join()
+
+
+def test_an_interrupt_of_a_command_without_an_event_loop_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_args: object, **_more: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(fsck, "open_arena", interrupt)
+    assert main.main(["agent", "fsck", "--ssd", "/no/such/file"]) == 130
+    assert capsys.readouterr().err == "kvcast: interrupted\n"
+
+
+@pytest.mark.parametrize("words", [["agent", "fsck", "--ssd"], ["plan", "--status"]])
+def test_a_report_that_cannot_be_written_is_told_in_one_line(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = tmp_path / "status"
+    given.write_text(json.dumps({"agents": {}}))
+    code = main.main([*words, str(given), "--json", str(given / "report")])
+    assert code == 1
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"'{given}'")
 
 
 def test_a_port_that_nobody_listens_on_is_told() -> None:
