@@ -345,8 +345,6 @@ class Conversation:
             elif status == PUT_HOME:
                 refused = False
                 room = local.Extent(local.OK, handle, offset) if handle else None
-                if handle:
-                    self._held.add(handle)
                 put.append(local.PutBlock(local.OK, size_bytes, digest))
             else:
                 raise AgentGoneError("the courier is not understood")
@@ -699,14 +697,11 @@ class Conversation:
             self._memory.room(room.offset, len(view))[:] = view
             request = local.Put(next(self._numbers), namespace, [key], room.ticket, ack)
             ask = self._ask_to_put(request, namespace, [(room.ticket, key)])
-            life = self.lives
             committed = self._checked((yield ask), local.Committed)
         except BaseException:
             self._abort([room.ticket])
             raise
         self._held.discard(room.ticket)
-        if self.lives != life:
-            self._abort([room.ticket])  # as in `_commit`
         self._take_room(like, committed)
         (result,) = _one_each([key], committed.blocks)
         if result.status != local.OK:

@@ -136,9 +136,6 @@ class Holder(Protocol):
         """Room that it is given to put may be put by a question, if it is lent to `rooms`; None =
         from now on none may."""
 
-    def is_put(self, ticket: int) -> None:
-        """Its block is about to be in the index: no row is to say any more that this is room."""
-
     def was_put(self, ticket: int) -> None:
         """Its block is at home: the room is not the client's any more, which has been given its
         spare one if it had this ahead."""

@@ -300,7 +300,6 @@ class Pushes:
         native.ended_count = 0
         for ended in over:
             lent = self._lent[ended.room]
-            holder = self._holders.get(lent.client)
             self._forget(ended.room)
             if ended.is_taken:
                 self.counters.put += 1
@@ -308,11 +307,10 @@ class Pushes:
                     self._pauses.pop(node, None)
                 if not lent.copy.block.key:
                     self._store.name(lent.copy, BlockId(ended.namespace, ended.key))
-                if holder is not None:
-                    holder.is_put(lent.ticket)
                 self._writes.put(now, lent.copy, ended.digest, ended.nodes)
             else:
                 self._store.abort(lent.copy)
+            holder = self._holders.get(lent.client)
             if holder is not None:
                 self._metrics.local_requests_total += 1
                 holder.was_put(lent.ticket)

@@ -202,17 +202,6 @@ class Recovery:
             self._find(block)
         return self._store.lying_at(offset) is None
 
-    def room_ahead(self, namespace: int, offset: int, size_bytes: int) -> Copy | None:
-        """Room that a client was given for a block without a name: as it was, or pinned, if that
-        was put there in the last moment."""
-        copy = self._store.lying_at(offset)
-        if copy is None:
-            return self._store.adopt(BlockId(namespace, b""), size_bytes, offset, RESERVED)
-        if copy.state != COMMITTED or copy.block.namespace != namespace:
-            return None
-        self._store.pin(copy)
-        return copy
-
     def hold(self, block: BlockId, offset: int, room_bytes: int, digest: int) -> Copy | None:
         """Pin the copy that lies there, in so large a room, for a client that has outlived its
         agent: one that is in the index, or is not any more; None where something else lies there.

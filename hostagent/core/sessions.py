@@ -108,9 +108,7 @@ class Session:
         by_itself: dict[int, Copy] = {}
         places: dict[int, int] = {}
         for at, row in rows:
-            if row.kind == ledgers.AHEAD:
-                copy = recovery.room_ahead(row.block.namespace, row.offset, row.size_bytes)
-            elif row.kind == ledgers.TICKET and recovery.is_free(row.block, row.offset):
+            if row.kind == ledgers.TICKET and recovery.is_free(row.block, row.offset):
                 copy = store.adopt(row.block, row.size_bytes, row.offset, RESERVED)
             else:
                 copy = recovery.hold(row.block, row.offset, row.size_bytes, row.digest)
@@ -128,8 +126,7 @@ class Session:
                 self._pin_rows.setdefault(row.block, []).append(at)
                 self._pin_count += 1
                 continue
-            is_room = row.kind in (ledgers.TICKET, ledgers.AHEAD)
-            (self._tickets if is_room else self._handles)[row.number] = copy
+            (self._tickets if row.kind == ledgers.TICKET else self._handles)[row.number] = copy
             self._rows[row.number] = at
             if row.number < FIRST_HANDLE:
                 self._next_handle = max(self._next_handle, row.number + 1)
@@ -166,10 +163,6 @@ class Session:
         for number in [n for n in self._tickets if n not in known]:
             self._give_back_room(self._tickets.pop(number))
             self._strike(number)
-        for number, copy in self._tickets.items():
-            if copy.state == RESERVED and not copy.block.key and not self._ahead:
-                self._ahead = number
-                self._core.ahead_bytes += copy.reserved_bytes
 
     def _note(self, number: int, kind: int, copy: Copy) -> int:
         """Write down what the client is about to be told of; where."""
@@ -177,8 +170,7 @@ class Session:
         if ledger is None:
             return NO_ROW
         # A block may have landed in larger room than it takes; room for one has its size.
-        is_room = kind in (ledgers.TICKET, ledgers.AHEAD)
-        size_bytes = copy.size_bytes if is_room else copy.reserved_bytes
+        size_bytes = copy.size_bytes if kind == ledgers.TICKET else copy.reserved_bytes
         return ledger.write(
             Row(
                 *(self.number, number, copy.block, copy.offset),
@@ -657,10 +649,7 @@ class Session:
 
     def _put(self, now: float, request: local.Put) -> None:
         copy = self._tickets.get(request.ticket)
-        block = BlockId(request.namespace, request.keys[0])
-        # A former agent had put it, and did not live to say so.
-        is_put = copy is not None and copy.state != RESERVED and copy.block == block
-        if copy is None or not (is_put or request.ticket == self._ahead):
+        if request.ticket != self._ahead or copy is None:
             self._fail(request.request, local.INVALID, "unknown ticket")
             return
         if copy.block.namespace != request.namespace:
@@ -670,14 +659,10 @@ class Session:
         if self._take_tickets([request.ticket]) is None:
             self._fail(request.request, local.INVALID, "the room is being put")
             return
-        if is_put:
-            self._core.store.unpin(copy)
-        else:
-            self._core.store.name(copy, block)
+        self._core.store.name(copy, BlockId(request.namespace, request.keys[0]))
         self._core.limits.moved(request.namespace, copy.size_bytes)
 
         def answered(batch: PutBatch) -> None:
-            self._strike(request.ticket)
             results = [result for result in batch.results if result is not None]
             room = self._room_ahead(copy)
             self._reply(local.Committed(request.request, results, room))
@@ -687,8 +672,9 @@ class Session:
     def _room_ahead(self, like: Copy) -> local.Extent | None:
         """Room for a block of the namespace and size of that one, before its name is known: of the
         arena and of the namespace's quota a small part. Nobody can take it back while the client
-        lives, who may be writing there. One a client; and one more that it is given after that,
-        where it may put it without a message."""
+        lives, who may be writing there; so none where there is a ledger: whoever always has some
+        keeps the arena when its agent is stopped. One a client; and one more that it is given after
+        that, where it may put it without a message."""
         if self._ahead:
             return None
         spare = self._tickets.get(self._spare)
@@ -707,10 +693,8 @@ class Session:
 
     def _drop_spare(self) -> None:
         """Give the room back that the client does not know of."""
-        spare = self._spare
-        copies = self._take_tickets([spare])
+        copies = self._take_tickets([self._spare])
         assert copies is not None
-        self._strike(spare)
         self._core.store.abort(copies[0])
 
     def _have_spare(self, like: Copy) -> None:
@@ -727,7 +711,7 @@ class Session:
             store.allocator.capacity_bytes // AHEAD_OF_ARENA - core.ahead_bytes,
             quota // AHEAD_OF_QUOTA if quota else reserved_bytes,
         )
-        if self._closed or reserved_bytes > most_bytes:
+        if self._closed or core.ledger is not None or reserved_bytes > most_bytes:
             return 0
         held_bytes, most_bytes = self.may_be_given()
         if held_bytes + reserved_bytes > most_bytes:
@@ -737,9 +721,6 @@ class Session:
         except StoreError:
             return 0
         ticket = self._number()
-        if not self._has_row(ticket, ledgers.AHEAD, copy):
-            store.abort(copy)
-            return 0
         core.ahead_bytes += reserved_bytes
         self._tickets[ticket] = copy
         self._hold(copy)
@@ -762,10 +743,6 @@ class Session:
         """Room that it is given to put may be put by a question, if it is lent to `rooms`; None =
         from now on none may."""
         self._rooms = rooms
-
-    def is_put(self, ticket: int) -> None:
-        """The block in that room is about to be in the index."""
-        self._strike(ticket)
 
     def was_put(self, ticket: int) -> None:
         """The block in that room is at home; and if the client had it ahead, it has the next."""

@@ -29,10 +29,6 @@ PIN: Final = 3
 BY_ITSELF: Final = 4
 """A copy that the client has pinned by itself, and that is not in the index any more."""
 
-AHEAD: Final = 5
-"""Room that was given ahead, for a block that has no name yet: struck before the index has it, or
-anybody is told of that by a message."""
-
 _ROW: Final = struct.Struct("=3Q16s2QI2H")
 ROW_BYTES: Final = _ROW.size
 ROWS: Final = 65_536

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import msgspec
 import pytest
@@ -24,7 +23,6 @@ from kvcast.hostagent.core.store import (
     DOOMED,
     EXPIRED,
     RESERVED,
-    Copy,
     NoRoomError,
     Store,
 )
@@ -694,77 +692,6 @@ def test_a_put_that_was_begun_ends_at_the_next_agent() -> None:
     assert machine.held()[9] == data
     assert machine.core.ledger is not None
     assert not list(Ledger(machine.ledger_memory).found())
-
-
-def given_ahead() -> tuple[Machine, Guest, local.Extent]:
-    """A client has put block 8, and has room for the next, in which it has written block 9."""
-    machine = Machine()
-    guest = Guest(machine)
-    (extent,) = guest.ask(local.Alloc(1, 1, [block(8).key], [5000])).extents
-    machine.memory[extent.offset : extent.offset + 5000] = content(8, 5000)
-    room = guest.ask(local.Commit(2, [extent.ticket], "local", True)).room
-    assert room is not None
-    machine.memory[room.offset : room.offset + 5000] = content(9, 5000)
-    return machine, guest, room
-
-
-def test_room_that_was_given_ahead_is_the_clients_at_the_next_agent() -> None:
-    machine, guest, room = given_ahead()
-    machine.start()
-    guest.reborn([room.ticket])
-    assert machine.core.ahead_bytes > 0
-    machine.fill(range(100, 130))
-    put = guest.ask(local.Put(3, 1, [block(9).key], room.ticket, "local"))
-    assert [result.status for result in put.blocks] == [local.OK]
-    machine.recover()
-    assert machine.held()[9] == content(9, 5000)
-    assert put.room is not None
-    guest.session.close()
-    assert machine.core.ahead_bytes == machine.store.held_bytes == 0
-    assert not list(Ledger(machine.ledger_memory).found())
-
-
-def test_room_ahead_of_which_the_client_does_not_know_is_given_back() -> None:
-    machine, guest, _ = given_ahead()
-    machine.start()
-    guest.reborn([])
-    assert machine.core.ahead_bytes == machine.store.held_bytes == 0
-
-
-@pytest.mark.parametrize("other", [False, True])
-def test_what_was_put_into_room_ahead_as_its_agent_died_is_put_once(other: bool) -> None:
-    machine, guest, room = given_ahead()
-    put = Unwritten(block(9), room.offset, 5000, 5000, digest_of(content(9, 5000)))
-    machine.start(unwritten=[put])
-    guest.reborn([room.ticket])
-    again = guest.ask(local.Put(3, 1, [block(10 if other else 9).key], room.ticket, "local"))
-    if other:
-        assert isinstance(again, local.Failed)
-        guest.ask(local.Abort(4, [room.ticket]))
-    else:
-        assert [result.status for result in again.blocks] == [local.OK]
-    machine.recover()
-    assert machine.held() == {8: content(8, 5000), 9: content(9, 5000)}
-    guest.session.close()
-    assert machine.core.ahead_bytes == machine.store.held_bytes == 0
-
-
-def test_a_put_of_room_ahead_that_is_not_answered_may_be_asked_for_again() -> None:
-    machine, guest, room = given_ahead()
-    put = machine.core.writes.commit
-
-    def dies(now: float, copies: list[Copy], *_: object) -> None:
-        put(now, copies, lambda _batch: None, "local")
-        raise SystemExit
-
-    with mock.patch.object(machine.core.writes, "commit", dies), pytest.raises(SystemExit):
-        guest.ask(local.Put(3, 1, [block(9).key], room.ticket, "local"))
-    machine.start()
-    guest.reborn([room.ticket])
-    again = guest.ask(local.Put(4, 1, [block(9).key], room.ticket, "local"))
-    assert [result.status for result in again.blocks] == [local.OK]
-    machine.recover()
-    assert machine.held() == {8: content(8, 5000), 9: content(9, 5000)}
 
 
 def died_in_a_commit() -> tuple[Machine, Guest, int]:
