@@ -684,7 +684,8 @@ class Conversation:
         like = (namespace, len(view))
         room = self._rooms.pop(like, None)
         if room is None:
-            again, self._put_last = self._put_last == like, like
+            # An agent that keeps its arena gives no room ahead.
+            again, self._put_last = self._put_last == like and not self._token, like
             if again:
                 while self._rooms:  # the agent gives one
                     self._abort([self._rooms.popitem()[1].ticket])

@@ -567,27 +567,27 @@ async def test_large_blocks_come_by_the_conveyor_of_a_home_that_keeps_its_arena_
         await until(conveyed)
 
 
-def _put_and_kill(path: str, dies: Node, ack: Ack, lives: int) -> int:
+def _put_and_kill(path: str, dies: Node, ack: Ack, together: int, lives: int) -> int:
     """Whoever was told that its blocks are put kills an agent at once, mostly before that has
     heard of them; how many there are."""
     count = 0
     with Client(path) as client:
 
-        def put_two() -> None:
+        def put_some() -> None:
             nonlocal count
-            blocks = {key(number): small(number) for number in (count, count + 1)}
-            client.put(NAMESPACE, blocks, ack=ack)
-            count += 2
+            numbers = range(count, count + together)
+            client.put(NAMESPACE, {key(number): small(number) for number in numbers}, ack=ack)
+            count += together
 
         for _ in range(lives):
             before = client.stats()["courier_put_total"]
             while client.stats()["courier_put_total"] == before:
                 if count >= 300:  # more than the arena has room for
                     return 0
-                put_two()
-                time.sleep(0.2)
+                put_some()
+                time.sleep(0.1)
             pid = dies.agent()
-            put_two()
+            put_some()
             os.kill(pid, signal.SIGKILL)
             while pid in children(dies.process.pid):
                 time.sleep(0.01)
@@ -595,12 +595,14 @@ def _put_and_kill(path: str, dies: Node, ack: Ack, lives: int) -> int:
 
 
 @with_a_courier
-@pytest.mark.parametrize("ack", ["home", "local"])
-async def test_what_was_put_in_the_moment_of_death_is_there(tmp_path: Path, ack: Ack) -> None:
+@pytest.mark.parametrize(("ack", "together"), [("home", 1), ("home", 2), ("local", 2)])
+async def test_what_was_put_in_the_moment_of_death_is_there(
+    tmp_path: Path, ack: Ack, together: int
+) -> None:
     """By compiled code: at the home that was pushed it, or at the node whose client has put it."""
     async with nodes(tmp_path, 2) as (one, home):
         dies = home if ack == "home" else one
-        count = await asyncio.to_thread(_put_and_kill, one.socket, dies, ack, 4)
+        count = await asyncio.to_thread(_put_and_kill, one.socket, dies, ack, together, 4)
         assert count, "compiled code puts blocks, whatever has died"
         async with await AsyncClient.connect(dies.socket) as client:
             await until_it_serves(client)
