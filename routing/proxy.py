@@ -29,7 +29,7 @@ import logging
 import math
 import secrets
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any, Final
 
 import aiohttp
@@ -393,19 +393,25 @@ class Proxy:
         await out.prepare(request)
         piece = first
         while piece:
-            try:
-                async with asyncio.timeout(self._options.idle_timeout_s):
-                    await out.write(piece)
-            except TimeoutError as error:
-                raise ConnectionResetError("the client does not read") from error
+            await self._written(request, out.write(piece))
             try:
                 async with asyncio.timeout(self._options.idle_timeout_s):
                     piece = await answer.content.readany()
             except (aiohttp.ClientError, OSError) as error:  # TimeoutError is one
                 await self._broke_off(request, out, answer, attempt, error)
                 return out
-        await out.write_eof()
+        await self._written(request, out.write_eof())
         return out
+
+    async def _written(self, request: web.BaseRequest, writing: Awaitable[None]) -> None:
+        """Write to a client, which must read before long."""
+        try:
+            async with asyncio.timeout(self._options.idle_timeout_s):
+                await writing
+        except TimeoutError as error:
+            if request.transport is not None:
+                request.transport.abort()  # to close it would wait for what it does not read
+            raise ConnectionResetError("the client does not read") from error
 
     async def _broke_off(
         self,
@@ -421,8 +427,9 @@ class Proxy:
         self._engines.failed(attempt.choice.engine, problem, refused=False)
         if answer.content_type == "text/event-stream":
             event = _body("engine_failed", "the engine broke off its answer", "server_error")
-            await out.write(b"\n\ndata: " + json.dumps(event).encode() + b"\n\n")
-            await out.write_eof()
+            said = b"\n\ndata: " + json.dumps(event).encode() + b"\n\n"
+            await self._written(request, out.write(said))
+            await self._written(request, out.write_eof())
         elif request.transport is not None:
             request.transport.abort()
 

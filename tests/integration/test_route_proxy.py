@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import ssl
 import sys
 from asyncio.subprocess import PIPE
@@ -263,6 +264,34 @@ async def test_an_engine_that_is_gone_is_left_at_once_and_found_again() -> None:
         assert not served.router.is_up("a")
         async with FakeEngine("a", port=port):
             await until(lambda: served.router.is_up("a"))
+
+
+async def test_a_client_that_does_not_read_the_end_of_its_answer_keeps_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Proxy._request
+
+    def with_small_buffers(self: Proxy, message: Any, payload: Any, protocol: Any, *more: Any) -> Any:
+        sock = protocol.transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return made(self, message, payload, protocol, *more)
+
+    monkeypatch.setattr(Proxy, "_request", with_small_buffers)
+    options = ProxyOptions(idle_timeout_s=0.3, max_requests=1)
+    async with fake_engines("a") as fakes, routed(at(*fakes), options) as served:
+        # The first 64 KiB fit, the rest is written without a look at whether anybody reads.
+        fakes[0].behaviour.say = ("x" * 60_000,)
+        loop = asyncio.get_running_loop()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await loop.sock_connect(client, ("127.0.0.1", int(served.url.rsplit(":", 1)[1])))
+            body = json.dumps({"model": "m", "prompt": LONG, "stream": True}).encode()
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
+            await loop.sock_sendall(client, head % len(body) + body)
+            await until(lambda: fakes[0].finished == 1)
+            await until(lambda: not served.router.load_of("a").in_flight)
+        assert (await served.ask())[0] == 200
 
 
 async def test_a_client_that_leaves_takes_its_request_with_it() -> None:
