@@ -271,7 +271,9 @@ async def test_a_client_that_does_not_read_the_end_of_its_answer_keeps_no_place(
 ) -> None:
     made = Proxy._request
 
-    def with_small_buffers(self: Proxy, message: Any, payload: Any, protocol: Any, *more: Any) -> Any:
+    def with_small_buffers(
+        self: Proxy, message: Any, payload: Any, protocol: Any, *more: Any
+    ) -> Any:
         sock = protocol.transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         return made(self, message, payload, protocol, *more)
