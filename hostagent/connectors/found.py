@@ -4,7 +4,8 @@ Owns: which blocks are to be asked about, what was answered, and that a block th
 loaded is not promised again to who asked for it. Must not know: engines, sockets, clocks.
 
 An answer is kept as long as a request that asked for it is there: a promise that is broken and
-then repeated makes an engine go round in a circle.
+then repeated makes an engine go round in a circle. That a block is not there holds for those alone
+who were told so; who comes later has it asked about anew.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class _Known:
     held: bool | None = None
     generation: int = 0
     requests: set[str] = field(default_factory=set)
+    without: set[str] = field(default_factory=set)
+    """Those of them for whom it is not there, whatever is answered later."""
 
 
 class Found:
@@ -45,14 +48,16 @@ class Found:
 
     def ask(self, request: str, name: bytes, chain: str = "", position: int = 0) -> bool | None:
         """Whether the pool holds a block; None as long as that is not known."""
-        known = self._known.get(name)
-        if known is None:
+        known = self._known.setdefault(name, _Known())
+        if not known.requests or (known.held is False and request not in known.requests):
+            known.without |= known.requests
+            known.held = None
             self._generation += 1
-            known = self._known[name] = _Known(generation=self._generation)
+            known.generation = self._generation
             self._to_ask.append(Question(name, known.generation, chain, position))
         known.requests.add(request)
         self._names.setdefault(request, set()).add(name)
-        return known.held
+        return False if request in known.without else known.held
 
     def take_questions(self) -> list[Question]:
         """What is to be asked, each chain's blocks in order."""
@@ -82,5 +87,6 @@ class Found:
         for name in self._names.pop(request, ()):
             known = self._known[name]
             known.requests.discard(request)
+            known.without.discard(request)
             if not known.requests:
                 del self._known[name]

@@ -172,6 +172,22 @@ def test_answers_to_questions_of_requests_that_are_gone_are_dropped() -> None:
     assert found.ask("s", b"a") is None
 
 
+def test_what_was_not_there_is_asked_about_anew_for_who_comes_later() -> None:
+    found = Found()
+    found.ask("r", b"a")
+    [question] = found.take_questions()
+    found.answered(b"a", question.number, False)
+    assert found.ask("s", b"a") is None  # it may have been saved since
+    [question] = found.take_questions()
+    assert found.ask("r", b"a") is False
+    found.answered(b"a", question.number, True)
+    assert found.ask("s", b"a") is True
+    assert found.ask("r", b"a") is False  # whom nothing is promised twice
+    found.finished("r")
+    found.finished("s")
+    assert len(found) == 0
+
+
 def test_what_another_request_still_asks_for_is_kept() -> None:
     found = Found()
     found.ask("r", b"a")
