@@ -299,7 +299,7 @@ class Proxy:
     ) -> web.StreamResponse:
         """Try engines until one begins to answer."""
         loop = asyncio.get_running_loop()
-        failed: set[str] = set()
+        failed: dict[str, _EngineFailedError] = {}
         last: _EngineFailedError | None = None
         for number in range(self._options.tries):
             now = loop.time()
@@ -309,7 +309,7 @@ class Proxy:
                 prompt,
                 now,
                 deadline_s=deadline_s - (now - begun),
-                without=failed | self._engines.without(model),
+                without=failed.keys() | self._engines.without(model),
             )
             if isinstance(choice, Refusal):
                 if last is not None:
@@ -324,13 +324,17 @@ class Proxy:
             attempt = _Attempt(self._router, name, choice, streams)
             try:
                 self.prefetches.send(choice, prompt)
-                return await self._forward(request, raw, attempt)
+                answer = await self._forward(request, raw, attempt)
+                for engine, problem in failed.items():
+                    if problem.status == 500:  # so it is not the request that is to blame
+                        self._engines.failed(engine, str(problem), refused=False)
+                return answer
             except _EngineFailedError as error:
-                last = error
-                failed.add(choice.engine)
+                last = failed[choice.engine] = error
                 self.counts["engine_failures_total"] += 1
                 log.info("engine %s failed a request: %s", choice.engine, error)
-                if error.status != 429:  # which says that it is busy, not that it is ill
+                # 429 says that it is busy, not that it is ill; 500 may be the request's fault.
+                if error.status not in (429, 500):
                     self._engines.failed(choice.engine, str(error), refused=error.refused)
             finally:
                 attempt.end()

@@ -252,6 +252,21 @@ async def test_when_all_fail_the_client_is_told_after_so_many_tries() -> None:
             assert all(served.router.is_up(fake.name) for fake in fakes), "busy is not ill"
 
 
+async def test_a_request_on_which_every_engine_fails_makes_none_of_them_ill() -> None:
+    health = replace(HEALTH, interval_s=60.0)
+    async with fake_engines("a", "b") as fakes, routed(at(*fakes), health=health) as served:
+        for fake in fakes:
+            fake.behaviour.status = 500
+        for _ in range(health.failures):
+            assert (await served.ask())[0] == 502
+        fakes[1].behaviour.status = 200  # what only one of them fails on says something of it
+        for number in range(100):
+            assert (await served.ask(f"{number}"))[::2] == (200, "b")
+            if not served.router.is_up("a"):
+                break
+        assert not served.router.is_up("a")
+
+
 async def test_an_engine_that_is_gone_is_left_at_once_and_found_again() -> None:
     async with (
         fake_engines("a", "b") as fakes,
