@@ -68,8 +68,7 @@ class OpenLoad:
     @property
     def complete(self) -> bool:
         """Whether everything before the gap has come."""
-        whole = self._gap // self.groups
-        return not any(self._left[:whole])
+        return self.whole >= self._gap // self.groups
 
     @property
     def whole(self) -> int:

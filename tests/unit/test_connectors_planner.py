@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -547,6 +548,19 @@ def test_nothing_is_written_once_a_load_was_reported() -> None:
     table.end(opened, "")
     assert table.take(10.6) == []
     assert not table.waiting
+
+
+def test_a_block_of_a_long_load_takes_no_longer_than_one_of_a_short_load() -> None:
+    def each_s(blocks: int) -> float:
+        opened = OpenLoad(a_load(blocks), 2, 0.0)
+        began = time.process_time()
+        for part in range(2 * blocks):
+            assert opened.write(part, lambda: None)
+            assert opened.complete == (part == 2 * blocks - 1)
+        return (time.process_time() - began) / blocks
+
+    short, long = (min(each_s(blocks) for _ in range(3)) for blocks in (500, 8000))
+    assert long < 5 * short
 
 
 def by_layers(blocks: int, groups: int) -> OpenLoad:
