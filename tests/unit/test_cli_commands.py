@@ -439,7 +439,7 @@ def test_an_answer_that_is_no_http_or_is_cut_off_is_told(answer: bytes) -> None:
 
         thread = threading.Thread(target=answers)
         thread.start()
-        with pytest.raises(CommandError, match="127.0.0.1"):
+        with pytest.raises(CommandError, match=r"127\.0\.0\.1"):
             status.fetch_status(f"http://127.0.0.1:{server.getsockname()[1]}")
         thread.join()
 
