@@ -221,7 +221,8 @@ class Fetcher:
     ) -> None:
         whole, partial = self._to / file.path, self._partial(number)
         partial.parent.mkdir(parents=True, exist_ok=True)
-        if whole.is_file() and not partial.exists():
+        begun = partial.exists()
+        if whole.is_file() and not begun:
             right = set(_right_pieces(whole, parts))
             if len(right) == len(parts) and whole.stat().st_size == file.size_bytes:
                 for piece in parts:
@@ -231,9 +232,10 @@ class Fetcher:
                 for piece in right:
                     data = os.pread(source.fileno(), piece.size_bytes, piece.offset)
                     os.pwrite(copy.fileno(), data, piece.offset)
+            begun = bool(right)
         with partial.open("ab") as opened:
             os.truncate(opened.fileno(), file.size_bytes)
-        right = set(_right_pieces(partial, parts))
+        right = set(_right_pieces(partial, parts)) if begun else set()  # else it is all a hole
         for piece in parts:
             if piece in right:
                 progress(piece.size_bytes, True)

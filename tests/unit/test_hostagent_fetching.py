@@ -151,3 +151,28 @@ async def test_a_group_in_which_nothing_comes_is_left(tmp_path: Path) -> None:
     pool.get_outcomes = get  # type: ignore[method-assign]
     await _fetch(pool, tmp_path)
     assert sum(group == 5 for _, group, _ in pool.asked) <= AT_ONCE
+
+
+async def test_nothing_is_read_of_a_file_of_which_nothing_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    right_pieces = fetching._right_pieces
+
+    def look(path: Path, parts: Any) -> Any:
+        read.append(path.name)
+        return right_pieces(path, parts)
+
+    monkeypatch.setattr(fetching, "_right_pieces", look)
+    await _fetch(FakePool([(0, 0)]), tmp_path)
+    assert read == []
+    (tmp_path / "f").write_bytes(b"x" * 30 * BLOCK_BYTES)
+    await _fetch(FakePool([(0, 0)]), tmp_path)
+    assert read == ["f"], "what is there, of which nothing was taken"
+    (tmp_path / "f").write_bytes(BLOCKS[0] + b"x" * 29 * BLOCK_BYTES)
+    pool = FakePool([(0, 0)])
+    fetcher = Fetcher(cast(AsyncClient, pool), 7, MANIFEST, tmp_path, patience_s=1.0)
+    await fetcher.fetch(lambda _size_bytes, _there: None)
+    assert (tmp_path / "f").read_bytes() == b"".join(BLOCKS)
+    assert read == ["f", "f", "f"], "what is there, and what was taken of it"
+    assert len(pool.asked) == 29
