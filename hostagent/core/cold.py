@@ -44,7 +44,8 @@ class ColdRules:
     """How much is done at once."""
 
     max_errands: int = 8
-    """Objects on their way, either way."""
+    """Objects on their way, either way; and listings and deletions of all of a namespace, which may
+    take long, up to half as many."""
     max_waiting: int = 4096
     """Blocks that wait to be written, and as many that wait to be read; more are left out."""
     max_known: int = 1 << 20
@@ -127,6 +128,10 @@ class ColdTier:
         self._to_store: deque[tuple[Copy, int]] = deque()
         self._to_fetch: deque[_Fetch] = deque()
         self._others: deque[Task] = deque()
+        self._long: deque[Task] = deque()
+        """Listings, and deletions of all of a namespace,"""
+        self._long_errands = 0
+        """of which so many are under way."""
         self._listed: dict[str, int] = {}
         """Prefixes that were listed, and their namespaces."""
         self._again: dict[tuple[Errand, str], tuple[float, Task]] = {}
@@ -184,7 +189,7 @@ class ColdTier:
             for errand in (Errand.LIST, Errand.DELETE_ALL):
                 self._again.pop((errand, prefix), None)
             self._emptying[prefix] = self._empty_task(prefix)
-            self._others.append(self._emptying[prefix])
+            self._long.append(self._emptying[prefix])
         self.wake()
 
     def configure(self, ttl_s: Mapping[int, float]) -> None:
@@ -196,7 +201,7 @@ class ColdTier:
                 self._listed[prefix] = namespace
                 self._unlisted.add(prefix)
                 if prefix not in self._emptying:
-                    self._others.append(self._list_task(prefix))
+                    self._long.append(self._list_task(prefix))
         self.wake()
 
     def _list_task(self, prefix: str) -> Task:
@@ -209,6 +214,7 @@ class ColdTier:
                 self._unlisted.discard(prefix)
                 if not self._unlisted:
                     self._dropped.clear()
+            self._long_errands -= 1
             self._other_ended(now, error, data)
 
         return Task(Errand.LIST, prefix, ended)
@@ -221,7 +227,8 @@ class ColdTier:
                 else:
                     del self._emptying[prefix]
                     if prefix in self._listed:
-                        self._others.append(self._list_task(prefix))
+                        self._long.append(self._list_task(prefix))
+            self._long_errands -= 1
             self._other_ended(now, error, data)
 
         task = Task(Errand.DELETE_ALL, prefix, ended)
@@ -272,7 +279,8 @@ class ColdTier:
         """What is to be done now."""
         self.advance(now)
         for which in [which for which, (at, _) in self._again.items() if at <= now]:
-            self._others.append(self._again.pop(which)[1])
+            task = self._again.pop(which)[1]
+            (self._others if task.errand is Errand.DELETE else self._long).append(task)
         tasks: list[Task] = []
         while self._errands + len(tasks) < self.rules.max_errands:
             task = self._next()
@@ -296,6 +304,9 @@ class ColdTier:
             fetch.ended(self._now, GONE, 0, 0.0)
         if self._others:
             return self._others.popleft()
+        if self._long and self._long_errands < max(1, self.rules.max_errands // 2):
+            self._long_errands += 1
+            return self._long.popleft()
         while self._to_store:
             copy, digest = self._to_store.popleft()
             name = self._name_of(copy.block)

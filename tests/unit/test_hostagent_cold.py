@@ -192,10 +192,25 @@ def test_a_namespace_that_is_made_again_is_listed_when_all_that_it_held_is_delet
     bench.objects[name(2)] = packed(2, b"of another node")
     bench.store.drop(block(2))
     bench.objects[name(3)] = packed(3, b"of another node")
-    assert bench.work() == [Errand.LIST, Errand.DELETE]
+    assert bench.work() == [Errand.DELETE, Errand.LIST]
     held = [bench.tier.holds(block(number)) for number in (1, 2, 3)]
     assert held == [False, False, True]
     assert list(bench.objects) == [name(3)]
+
+
+def test_listings_that_take_long_hold_up_neither_readers_nor_what_is_stored() -> None:
+    bench = Bench(ColdRules(max_errands=4))
+    bench.tier.configure({1: 0.0, **dict.fromkeys(range(2, 10), 0.0)})
+    listings = bench.tier.take_tasks(bench.now)
+    assert [task.errand for task in listings] == [Errand.LIST] * 2
+    bench.objects[name(1)] = packed(1, b"from before")
+    bench.tier.found(PREFIX, [name(1)])
+    bench.put(2)
+    assert bench.tier.read(block(1), lambda size: memoryview(bytearray(size)), lambda *_: None)
+    assert bench.work() == [Errand.FETCH, Errand.STORE]
+    for listing in listings:
+        bench.do(listing)
+    assert bench.work() == [Errand.LIST] * 7
 
 
 def test_what_a_store_gives_back_is_believed_if_it_says_what_it_should() -> None:
