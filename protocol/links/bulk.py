@@ -80,7 +80,7 @@ class PutCall:
     it waited, and there is nothing to send. After it and whatever happens, `ended`. `at_once`:
     whether the bytes may be sent before the node has said that it wants them; `spare`: the node is
     to evict nothing for it; `moved`: whether a network card has failed with it, and another goes
-    on."""
+    on; `tcp_only`: whether RDMA could not make it."""
 
     node: int
     copy: HeldCopy
@@ -92,6 +92,7 @@ class PutCall:
     at_once: bool = False
     spare: bool = False
     moved: bool = False
+    tcp_only: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +101,7 @@ class GetCall:
     first `start_bytes` are there already, or None to refuse; after it and whatever happens,
     `ended`. Outcome "done": all bytes are there, and have that digest. `wanted`: whether anybody
     still waits for it; else it may end early. `moved`: as of a put; `begin` may then be asked
-    again."""
+    again. `tcp_only`: as of a put."""
 
     node: int
     block: BlockId
@@ -111,6 +112,7 @@ class GetCall:
     start_bytes: int = 0
     wanted: Callable[[], bool] = _always
     moved: bool = False
+    tcp_only: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -60,7 +60,10 @@ class Carriers:
             if isinstance(call, PutCall) and call.spare:  # which only TCP's requests can say
                 by_tcp.append(call)
             elif (
-                isinstance(call, GetCall | PutCall) and node is not None and self._works(now, node)
+                isinstance(call, GetCall | PutCall)
+                and not call.tcp_only
+                and node is not None
+                and self._works(now, node)
             ):
                 by_rdma.append(self._watched(call, node.node_id))
             else:
@@ -135,11 +138,12 @@ class Carriers:
         )
 
     def ended(
-        self, now: float, call: RdmaCall, by_tcp: BulkCall, node_id: str, outcome: str
+        self, now: float, call: RdmaCall, by_tcp: RdmaCall, node_id: str, outcome: str
     ) -> None:
         """A call by RDMA has ended."""
         if outcome == UNREACHABLE and now < call.deadline:
             self._counters.rdma_fallbacks_total += 1
+            by_tcp.tcp_only = True
             self._by_tcp.append(by_tcp)
             return
         if outcome != UNREACHABLE:
@@ -152,7 +156,7 @@ class _Ended:
 
     __slots__ = ("_by_tcp", "_call", "_carriers", "_node_id")
 
-    def __init__(self, carriers: Carriers, call: RdmaCall, node_id: str, by_tcp: BulkCall) -> None:
+    def __init__(self, carriers: Carriers, call: RdmaCall, node_id: str, by_tcp: RdmaCall) -> None:
         self._carriers = carriers
         self._call = call
         self._node_id = node_id

@@ -1006,6 +1006,20 @@ def test_what_rdma_cannot_do_tcp_does_in_the_same_room() -> None:
     assert choice.metrics.rdma_fallbacks_total == 1
 
 
+def test_what_rdma_had_no_place_for_goes_by_tcp_although_rdma_works() -> None:
+    choice = Choice()
+    copy = Copy(BlockId(1, key(1)), memoryview(b"bytes"), 1)
+    put = PutCall(2, copy, 1, 0, 9.0, lambda: True, lambda _, what: choice.outcomes.append(what))
+    for call in (choice.get(), put):
+        ((ours,), _) = choice.carriers.choose(0.0, [call])
+        ours.ended(0.1, UNREACHABLE)
+        (again,) = choice.carriers.take_again()
+        assert not choice.goes_by_rdma(0.1, again)
+        again.ended(0.2, bulk.DONE)
+    assert choice.outcomes == [bulk.DONE] * 2
+    assert choice.goes_by_rdma(0.3, choice.get())
+
+
 def test_a_node_with_which_rdma_failed_is_asked_by_tcp_for_longer_each_time_and_told_once() -> None:
     choice = Choice()
     now, waits = 0.0, []
