@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcast.service.commands import EXIT_FAILED, EXIT_OK, EXIT_USAGE, interrupted
+from kvcast.service.commands import EXIT_FAILED, EXIT_OK, EXIT_USAGE, failed, interrupted
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,20 @@ def version() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; its exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    status = _run(list(sys.argv[1:] if argv is None else argv))
+    try:
+        if not sys.stdout.closed:
+            sys.stdout.flush()
+    except OSError as error:
+        # The interpreter would try it again at its end, and tell of it in its own words.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return EXIT_FAILED
+        return failed(f"standard output: {error.strerror}")
+    return status
+
+
+def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(usage())
         return EXIT_OK if words else EXIT_USAGE

@@ -466,6 +466,24 @@ def test_a_report_that_cannot_be_written_is_told_in_one_line(
     assert capsys.readouterr().err.splitlines()[-1].endswith(f"'{given}'")
 
 
+def test_what_cannot_be_written_to_standard_output_is_told_in_one_line() -> None:
+    command = [sys.executable, "-m", "kvcast.cli.main", "--version"]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with Path("/dev/full").open("w") as full:
+        ran = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=buffered
+        )
+    said = "kvcast: standard output: No space left on device\n"
+    assert (ran.returncode, ran.stderr) == (1, said)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        ran = subprocess.run(
+            command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60, env=buffered
+        )
+    assert (ran.returncode, ran.stderr) == (1, "")
+
+
 def test_a_port_that_nobody_listens_on_is_told() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
