@@ -279,8 +279,8 @@ class ColdTier:
         """What is to be done now."""
         self.advance(now)
         for which in [which for which, (at, _) in self._again.items() if at <= now]:
-            task = self._again.pop(which)[1]
-            (self._others if task.errand is Errand.DELETE else self._long).append(task)
+            _, failed = self._again.pop(which)
+            (self._others if failed.errand is Errand.DELETE else self._long).append(failed)
         tasks: list[Task] = []
         while self._errands + len(tasks) < self.rules.max_errands:
             task = self._next()
