@@ -838,7 +838,8 @@ class AgentCore:
             if status in (local.UNAVAILABLE, local.BUSY):
                 self._asked_again.discard(namespace)
                 return
-            self._missing.pop(namespace, None)
+            if self._missing.pop(namespace, None) is None:
+                return  # a map has said meanwhile what the number means
             same = (
                 isinstance(again, NamespaceInfo)
                 and again.namespace == namespace

@@ -1171,6 +1171,18 @@ def test_what_cannot_be_had_again_is_forgotten(answer: str) -> None:
     assert len(node.core.store) == 0
 
 
+def test_a_late_answer_about_a_forgotten_namespace_leaves_alone_who_has_its_number_now() -> None:
+    node = connected(pool_of([2])[0])
+    node.hold(1, b"of version 1")
+    renamed(node, None)
+    (asked,) = heard(node)
+    renamed(node, NamespaceInfo(1, "t", "m", "2", "l"), epoch=3)
+    node.hold(1, b"of version 2")
+    info = NamespaceInfo(2, "t", "m", "1", "l")
+    node.core.control_message(node.now, NamespaceReply(asked.request, info))
+    assert len(node.core.store) == 1
+
+
 def test_a_namespace_for_other_nodes_is_left_to_them() -> None:
     node = connected(Node(1))
     node.take_map(pool_map([1], allowed=["node-2"]))
