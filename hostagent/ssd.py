@@ -92,6 +92,7 @@ class SsdOfAgent:
         """Open the files and begin. SsdError. `patient`: another agent of this node may still have
         them: then they are opened as soon as it has let go, and until then there is no tier."""
         if patient:
+            self._core.awaits_tiers = True
             self._opening = asyncio.create_task(self._open_when_free())
         else:
             self._open()
@@ -105,11 +106,12 @@ class SsdOfAgent:
             except SsdInUseError:
                 if self._loop.time() > until:
                     log.exception("there is no SSD tier: its files are not let go")
-                    return
+                    break
             except SsdError:
                 log.exception("there is no SSD tier")
-                return
+                break
             await asyncio.sleep(_RETRY_S)
+        self._core.await_tiers_no_more()
 
     def _open(self) -> None:
         options = self._options

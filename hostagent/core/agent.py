@@ -211,6 +211,8 @@ class AgentCore:
         self.serving.was_pushed = self._was_pushed_here
         self.writes.was_pushed = self._was_pushed
         self.tiers: list[SsdTier] = []
+        self.awaits_tiers = False
+        """Whether there will be tiers, whose files another agent of this node still has."""
         self.ssd: SsdTier | None = None
         self.cold: ColdTier | None = None
         self.facts: dict[str, float] = {}
@@ -382,6 +384,12 @@ class AgentCore:
         self._state_rules_below()
         if self.pool is not None:
             self._begin_tiers()
+        self.await_tiers_no_more()
+
+    def await_tiers_no_more(self) -> None:
+        """They are there, or there will be none."""
+        self.awaits_tiers = False
+        self._hand_over_found()
 
     def _begin_tiers(self) -> None:
         for tier in self.tiers:
@@ -659,7 +667,9 @@ class AgentCore:
     @property
     def _all_known(self) -> bool:
         """Whether it is known what a former agent has left here, in DRAM and below."""
-        return self.recovery is None and all(tier.is_ready for tier in self.tiers)
+        if self.recovery is not None or self.awaits_tiers:
+            return False
+        return all(tier.is_ready for tier in self.tiers)
 
     def _hand_over_found(self) -> None:
         """More is known of what is here than when the map came."""

@@ -1183,6 +1183,21 @@ def test_a_late_answer_about_a_forgotten_namespace_leaves_alone_who_has_its_numb
     assert len(node.core.store) == 1
 
 
+@pytest.mark.parametrize("comes", [False, True])
+def test_nothing_is_left_to_hand_over_only_once_the_disk_is_there(comes: bool) -> None:
+    node = connected(Node(1))
+    node.core.awaits_tiers = True  # another agent of this node still has its files
+    node.take_map(msgspec.structs.replace(pool_map([1, 2]), settled=1))
+    assert node.said == []
+    if comes:
+        over_a_disk(node)
+    else:
+        node.core.await_tiers_no_more()
+    (told,) = node.said
+    assert isinstance(told, HandedOver)
+    assert told.left == 0
+
+
 def test_a_namespace_for_other_nodes_is_left_to_them() -> None:
     node = connected(Node(1))
     node.take_map(pool_map([1], allowed=["node-2"]))
