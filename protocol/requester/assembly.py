@@ -27,6 +27,7 @@ class Assembly:
         "buffer",
         "digest",
         "missing",
+        "resident",
         "segments_left",
         "serial",
         "size",
@@ -58,6 +59,8 @@ class Assembly:
         """By segment, the chunks of which `took` has not heard. Some may be in their places: what
         came in one piece is told one thing after the other."""
         self.segments_left = len(missing)
+        self.resident = False
+        """Whether some of it has come from the switch's memory."""
         self._all_of_first = missing[0]
         self._all_of_last = missing[-1]
 

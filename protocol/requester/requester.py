@@ -496,6 +496,7 @@ class Requester:
             asker.note_sharing(now, fetch)
             counters.data_shared += new
         if flags & FLAG_RESIDENT:
+            assembly.resident = True
             report.chunks_resident += new
             counters.data_resident += new
         elif flags & FLAG_SHARED:
@@ -682,7 +683,7 @@ class Requester:
         fetch.report.payload_bytes += assembly.size
         self.counters.data_bytes += assembly.size
         if not assembly.verified():
-            if fetch.report.chunks_resident:
+            if assembly.resident:
                 self._life.events.append(WrongResident(fetch.block, assembly.digest))
             self._life.start_anew(now, fetch)
             return

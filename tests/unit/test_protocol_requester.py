@@ -688,6 +688,18 @@ def test_wrong_bytes_are_said_to_be_the_switchs_where_it_sent_some_of_them(flags
     assert event.buffer == BYTES
 
 
+def test_a_home_that_lies_after_the_switch_has_is_not_taken_for_it() -> None:
+    bench = Bench()
+    bench.fetch(homes=(HOME, REPLICA))
+    for segment in range(3):
+        bench.whole(0.001, segment, of=OTHER, digest=DIGEST, flags=wire.FLAG_RESIDENT)
+    assert bench.events() == [WrongResident(BLOCK, DIGEST)]
+    for segment in range(3):
+        bench.whole(0.003, segment, source=REPLICA, of=OTHER, digest=DIGEST)
+    assert bench.core.counters.corrupt_blocks == 2
+    assert not [event for event in bench.events() if isinstance(event, WrongResident)]
+
+
 def test_with_two_contributors_one_is_heard_alone_before_any_is_blamed() -> None:
     bench = Bench()
     bench.fetch(homes=(HOME, REPLICA))
