@@ -532,7 +532,8 @@ class Supervisor:
             )
         if asked != mine:
             return f"{asked.owner}, {asked.arena_path}: this is {mine.owner}, {mine.arena_path}"
-        if self._agent is None or self._agent.ended or not self._agent.ready:
+        agent = self._agent
+        if self._resting or agent is None or agent.ended or not agent.ready:
             return "no agent serves just now; try again"
         return ""
 

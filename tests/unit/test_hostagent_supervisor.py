@@ -9,7 +9,8 @@ import socket
 from typing import Any
 
 import pytest
-from kvcast.hostagent.supervisor import Place, Supervisor, _Agent, _Ready
+from kvcast.hostagent import supervisor as module
+from kvcast.hostagent.supervisor import Place, Supervisor, _Agent, _Asked, _Ready
 
 
 class _Watch:
@@ -43,3 +44,16 @@ def test_nobody_follows_an_agent_whose_memory_a_card_may_still_write(card: bool)
         assert agent.ready
         assert theirs.recv(16) == b"go"
         assert watch.started is not card
+
+
+def test_the_place_is_given_to_one_of_two_that_ask_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nothing: Any = None
+    asked = _Asked("node-1", "/arena", 1 << 20, 1 << 16, (1, 1))
+    monkeypatch.setattr(module, "_question_of", lambda _options: asked)
+    agent = _Agent(pid=0, pidfd=-1, pipe=nothing, watch=nothing, started_at=0.0, ready=True)
+    supervisor = Supervisor(nothing, nothing, nothing, announced=True, _agent=agent)
+    assert supervisor._why_not(asked) == ""
+    supervisor._resting = True  # its agent ends what it has begun, for another supervisor
+    assert "try again" in supervisor._why_not(asked)
