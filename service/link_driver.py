@@ -139,7 +139,11 @@ class LinkDriver(asyncio.BufferedProtocol):
             return
         transport.pause_reading()
         theirs = transport.get_extra_info("socket")
-        self._socket = socket.socket(fileno=os.dup(theirs.fileno()))
+        try:
+            self._socket = socket.socket(fileno=os.dup(theirs.fileno()))
+        except OSError as error:  # out of descriptors: nobody would read
+            self.lost(str(error))
+            return
         self._fd = self._socket.fileno()
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

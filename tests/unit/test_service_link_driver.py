@@ -7,6 +7,8 @@ Oracle: a core that writes down what it is told. Cannot see: the links' conversa
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -152,6 +154,19 @@ async def test_a_core_is_told_that_its_connection_is_lost() -> None:
         writer.transport.close()
         await core.ended
         assert core.blocks == 0
+
+
+async def test_a_connection_for_which_there_is_no_descriptor_is_lost_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def out_of_descriptors(_fd: int) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(os, "dup", out_of_descriptors)
+    core = Core()
+    async with calling(lambda: driver_of(core)) as (reader, _writer):
+        await asyncio.wait_for(core.ended, 10)
+        assert await reader.read() == b""
 
 
 async def test_who_is_not_let_in_is_not_listened_to() -> None:
