@@ -656,7 +656,10 @@ class CourierDriver:
 
     def add(self, holder: Holder) -> socket.socket | None:
         """Let a client ask by the courier; its end of a socket pair, None where it cannot be."""
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError:  # out of descriptors
+            return None
         mine.setblocking(False)
         number = None if mine.fileno() >= _MAX_DESCRIPTORS else self.courier.join(holder)
         if number is None:

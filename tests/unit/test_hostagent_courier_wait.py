@@ -8,6 +8,7 @@ real one. Cannot see: how long anything takes; no wait here ends by the clock bu
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 import time
@@ -168,3 +169,19 @@ def test_what_python_must_decide_is_told_of_at_once_with_what_came_before() -> N
         made.driver.wait(None)
         assert made.told == [1]
         assert made.frames == 1
+
+
+def test_who_comes_when_there_are_no_descriptors_asks_the_agent_for_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def out_of_descriptors(*_: int) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with bed() as made:
+        (session, *_) = made.stand.sessions
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "socketpair", out_of_descriptors)
+            assert made.driver.add(session) is None
+        theirs = made.driver.add(session)
+        assert theirs is not None
+        theirs.close()
