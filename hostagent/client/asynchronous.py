@@ -60,6 +60,8 @@ class AsyncClient:
         self._path = ""
         self._cut = False
         """The connection is gone, and is being made anew."""
+        self._unsaid: list[local.Request] = []
+        """What was posted meanwhile."""
         self._courier: socket.socket | None = None
         self._courier_waiting: dict[int, asyncio.Future[local.AgentReply | None]] = {}
         """Questions to the courier; None is told where the agent is to be asked."""
@@ -233,7 +235,8 @@ class AsyncClient:
                 break
         old.close()
         self._cut = False
-        for request in list(self._asked.values()):
+        unsaid, self._unsaid = self._unsaid, []
+        for request in [*unsaid, *self._asked.values()]:
             self._writer.write(self._conversation.encode(request))
 
     def _answered(self, reply: local.AgentReply) -> None:
@@ -353,8 +356,12 @@ class AsyncClient:
                     outcome.block.release()
 
     def _post(self, message: local.Request) -> None:
-        # What is released while there is no connection, the next agent hears when we are back.
-        if self._gone or self._writer.is_closing():
+        if self._gone:
+            return
+        if self._cut:  # our Hello may have been sent, and may have named what this gives back
+            self._unsaid.append(message)
+            return
+        if self._writer.is_closing():  # the next agent hears in our Hello what we hold
             return
         released = self._conversation.courier_release(message)
         try:

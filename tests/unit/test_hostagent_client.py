@@ -40,16 +40,24 @@ class SlowAgent:
         self._listener.setblocking(False)
         self._peer: socket.socket | None = None
 
-    async def welcome(self) -> None:
+    async def accept(self) -> Any:
+        """Hear a client's Hello."""
         loop = asyncio.get_running_loop()
         self._peer, _ = await loop.sock_accept(self._listener)
         self._peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         self._peer.setblocking(False)
-        list(self._codec.feed(await loop.sock_recv(self._peer, 4096)))
+        (hello,) = self._codec.feed(await loop.sock_recv(self._peer, 4096))
+        return hello
+
+    async def welcome(self, token: bytes = b"") -> None:
+        await self.accept()
+        assert self._peer is not None
         arena = os.memfd_create("arena")
         try:
             os.ftruncate(arena, ARENA_BYTES)
-            welcome = local.Welcome(local.LOCAL_PROTOCOL_VERSION, "node-1", ARENA_BYTES)
+            welcome = local.Welcome(
+                local.LOCAL_PROTOCOL_VERSION, "node-1", ARENA_BYTES, token=token
+            )
             socket.send_fds(self._peer, [self._codec.encode(welcome)], [arena])
         finally:
             os.close(arena)
@@ -68,6 +76,11 @@ class SlowAgent:
     async def say(self, message: Any) -> None:
         assert self._peer is not None
         await asyncio.get_running_loop().sock_sendall(self._peer, self._codec.encode(message))
+
+    def die(self) -> None:
+        """The connection ends; another may be made."""
+        assert self._peer is not None
+        self._peer.close()
 
     def close(self) -> None:
         self._listener.close()
@@ -173,6 +186,29 @@ async def test_an_agent_that_dies_under_a_full_client_ends_every_get_and_leaves_
     gc.collect()
     await asyncio.sleep(0)
     assert unseen == []
+
+
+async def test_what_is_released_while_a_client_comes_back_is_heard_of(tmp_path: Path) -> None:
+    agent = SlowAgent(tmp_path / "agent.sock")
+    welcoming = asyncio.create_task(agent.welcome(b"token"))
+    client = await AsyncClient.connect(str(tmp_path / "agent.sock"))
+    await welcoming
+    getting = asyncio.create_task(client.get(1, KEYS[:1]))
+    (request,) = await agent.hear(local.Get)
+    given = local.GotBlock(local.OK, handle=77, offset=0, size_bytes=10, digest=1, tier="local")
+    await agent.say(local.Got(request.request, [given]))
+    (block,) = await getting
+    assert block is not None
+    agent.die()
+    hello = await agent.accept()
+    assert hello.resume.held == [77]
+    block.release()
+    version, resumed = local.LOCAL_PROTOCOL_VERSION, True
+    await agent.say(local.Welcome(version, "node-1", 0, token=b"token", resumed=resumed))
+    *_, release = await agent.hear(local.Release)
+    assert release.handles == [77]
+    await client.close()
+    agent.close()
 
 
 async def test_blocks_of_the_first_message_are_released_where_the_second_fails(
