@@ -221,6 +221,8 @@ class Serving:
         pool = self._outbox.pool
         known = pool is not None and caller in pool.nodes_by_id
         able = self.takes_pushes if convey.pushes else self.conveys
+        # What a former agent has left is in the index, and only Python knows what of it is right.
+        able = able and self._store.recovery is None
         tight = self.is_tight(convey.pushes)
         if able and known and convey.version == CONVEYOR_VERSION and not tight:
             return bulk.DONE

@@ -31,7 +31,7 @@ from kvcast.hostagent.tiers.arena import GRAIN_BYTES, Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.hostagent.tiers.ledger import HANDLE, LEDGER_BYTES, NO_ROW, ROWS, Ledger, Row
 from kvcast.protocol.links.bulk import PutCall
-from kvcast.protocol.messages import local, shared
+from kvcast.protocol.messages import bulk, local, shared
 from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,
@@ -270,6 +270,18 @@ def test_what_was_used_last_is_evicted_last_after_a_restart() -> None:
     assert machine.store.get(block(3)) is not None
     machine.recover()
     machine.put(100, SLAB_BYTES)
+def test_no_conveyor_gives_what_a_former_agent_has_left_before_it_is_looked_at() -> None:
+    machine = Machine()
+    machine.put(1)
+    core = machine.start()
+    core.serving.conveys = True
+    core.control_message(0.0, msgspec.structs.replace(pool_map(), epoch=2, nodes=[NODE, OTHER]))
+    ask = bulk.BulkConvey(bulk.CONVEYOR_VERSION)
+    assert core.serving.convey("node-2", ask) == bulk.FORBIDDEN
+    machine.recover()
+    assert core.serving.convey("node-2", ask) == bulk.DONE
+
+
     machine.put(101, SLAB_BYTES)
     assert set(machine.held()) == {*range(2, 16), 100, 101}
     machine.put(102, SLAB_BYTES)
