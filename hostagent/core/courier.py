@@ -31,7 +31,7 @@ from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.spread import Spread
 from kvcast.hostagent.core.store import Copy, Store, StoreError
 from kvcast.hostagent.tiers.counting_filter import CountingFilter
-from kvcast.hostagent.tiers.ledger import HANDLE, MOMENT_BYTES, Ledger, Row
+from kvcast.hostagent.tiers.ledger import HANDLE, MOMENT_BYTES, MOMENT_ROWS, Ledger, Row
 from kvcast.native.subset import ctypes_of
 from kvcast.protocol import courier
 from kvcast.protocol.bounded_map import BoundedMap
@@ -111,6 +111,7 @@ _STATE_BYTES: Final = 1024
 
 
 assert courier.RECORDS * RECORD.size <= MOMENT_BYTES
+assert courier.RECORDS <= MOMENT_ROWS
 
 
 class Holder(Protocol):
@@ -599,7 +600,9 @@ class Courier:
         if seen != self._seen:
             self._follow(now, seen)
         # What a client was told of must find a row, whatever else is written meanwhile.
-        has_rows = self._ledger is None or self._ledger.free_rows >= 2 * courier.RECORDS
+        # While it is open there are so many besides those that others leave.
+        least = MOMENT_ROWS + courier.RECORDS
+        has_rows = self._ledger is None or self._ledger.free_rows >= least
         self._courier.open = has_rows and self._requester.reads_alone(now)
         if self._courier.wanted_places:
             self._want(self._courier.wanted_places)

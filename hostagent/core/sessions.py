@@ -164,7 +164,7 @@ class Session:
             self._give_back_room(self._tickets.pop(number))
             self._strike(number)
 
-    def _note(self, number: int, kind: int, copy: Copy) -> int:
+    def _note(self, number: int, kind: int, copy: Copy, *, leave: int = ledgers.MOMENT_ROWS) -> int:
         """Write down what the client is about to be told of; where."""
         ledger = self._core.ledger
         if ledger is None:
@@ -172,10 +172,8 @@ class Session:
         # A block may have landed in larger room than it takes; room for one has its size.
         size_bytes = copy.size_bytes if kind == ledgers.TICKET else copy.reserved_bytes
         return ledger.write(
-            Row(
-                *(self.number, number, copy.block, copy.offset),
-                *(size_bytes, copy.digest, kind),
-            )
+            Row(self.number, number, copy.block, copy.offset, size_bytes, copy.digest, kind),
+            leave=leave,
         )
 
     def _has_row(self, number: int, kind: int, copy: Copy) -> bool:
@@ -474,8 +472,10 @@ class Session:
         """It was told that it holds this copy, which is pinned once for it."""
         self._handles[handle] = copy
         self._hold(copy)
-        has_row = self._has_row(handle, ledgers.HANDLE, copy)
-        assert has_row, "the courier gives nothing where there are no rows left"
+        if self._core.ledger is not None:
+            row = self._note(handle, ledgers.HANDLE, copy, leave=0)
+            assert row != NO_ROW, "others leave rows for what the courier gives"
+            self._rows[handle] = row
 
     def returned(self, handle: int) -> None:
         """It does not need this handle any more."""

@@ -31,7 +31,7 @@ from typing import Final
 
 from kvcast.hostagent.core.store import Copy, Store
 from kvcast.hostagent.tiers.index import Index
-from kvcast.hostagent.tiers.ledger import BY_ITSELF, NO_ROW, Ledger, Row
+from kvcast.hostagent.tiers.ledger import BY_ITSELF, MOMENT_ROWS, NO_ROW, Ledger, Row
 from kvcast.protocol.chains import Probe
 from kvcast.protocol.messages import shared
 from kvcast.protocol.messages.shared import WORD_BYTES
@@ -246,7 +246,8 @@ class SharedIndex:
                 Row(
                     *(region.session, cell, copy.block, copy.offset),
                     *(copy.reserved_bytes, copy.digest, BY_ITSELF),
-                )
+                ),
+                leave=MOMENT_ROWS,
             )
 
     def _look(self, region: Region) -> None:

@@ -35,6 +35,8 @@ ROWS: Final = 65_536
 MOMENT_BYTES: Final = 256 * 1024
 LEDGER_BYTES: Final = ROW_BYTES * ROWS + MOMENT_BYTES
 NO_ROW: Final = -1
+MOMENT_ROWS: Final = 1024
+"""Rows that whatever else is written leaves for what stands in the moment."""
 _NO_CHECK: Final = bytes(8)
 
 
@@ -82,15 +84,15 @@ class Ledger:
             else:
                 self.strike(at)
 
-    def write(self, row: Row) -> int:
-        """Write a row down; its place, or NO_ROW where there is none left."""
+    def write(self, row: Row, *, leave: int = 0) -> int:
+        """Write a row down; its place, or NO_ROW where no more than `leave` are left."""
+        if self.free_rows <= leave:
+            return NO_ROW
         if self._free:
             at = self._free.pop()
-        elif self._fresh < ROWS:
+        else:
             at = self._fresh
             self._fresh = self._words[0] = at + 1
-        else:
-            return NO_ROW
         start = at * ROW_BYTES
         block = row.block
         data = _ROW.pack(

@@ -49,6 +49,7 @@ from kvcast.protocol.courier import (
     REASONS,
     RECORDS,
 )
+from kvcast.protocol.messages import local
 from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,
     BlockRef,
@@ -1357,5 +1358,19 @@ def test_without_rows_for_what_it_may_give_the_courier_is_closed(stand: Stand) -
     assert reasons(stand) == {"closed": 1}
     ledger.strike(rows[0])
     stand.ask(0, 2)
+    stand.bring(2)
+    assert len(stand.held[0]) == 1
+
+
+def test_others_leave_rows_for_what_is_on_its_way_by_the_courier(stand: Stand) -> None:
+    stand.ask(0, 2)
+    ledger = stand.core.ledger
+    assert ledger is not None
+    row = Row(9, 1, block_of(1), 0, 1, 5, HANDLE)
+    rows = [ledger.write(row) for _ in range(ledger.free_rows - RECORDS + 1)]
+    ledger.strike(rows[0])
+    keys = [key_of(1000 + number) for number in range(RECORDS)]
+    stand.sessions[1].handle(stand.now, local.Alloc(1, NAMESPACE, keys, [1] * RECORDS))
+    assert not stand.sessions[1]._tickets
     stand.bring(2)
     assert len(stand.held[0]) == 1
