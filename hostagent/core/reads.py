@@ -488,8 +488,8 @@ class Reads:
     def _read_shared(self, now: float, fetch: _Fetch, reason: MissReason) -> bool:
         """A fetch is over, for no home has given its block; whether that is read from where all
         can read it, for those who wait."""
-        source = self._source_of(fetch.block)
-        if source is None or fetch.source is not None or reason in _WITHOUT_HOMES:
+        source = self._source_after(fetch)
+        if source is None or fetch.from_disk or reason in _WITHOUT_HOMES:
             return False
         if not self._is_wanted(fetch):
             return False
@@ -518,9 +518,9 @@ class Reads:
             self._timers.arm(_Patience(fetch), now + source.patience_s)
 
     def _source_after(self, fetch: _Fetch) -> Source | None:
-        """Where a block lies, too, that its source did not give."""
-        assert fetch.source is not None
-        rest = self.sources[self.sources.index(fetch.source) + 1 :]
+        """Where a block lies, too, that its source, if it had one, did not give."""
+        begin = 0 if fetch.source is None else self.sources.index(fetch.source) + 1
+        rest = self.sources[begin:]
         return next((source for source in rest if source.holds(fetch.block)), None)
 
     def _disk_ended(
@@ -541,7 +541,9 @@ class Reads:
             if room is not None:
                 room.abort()
             after = self._source_after(fetch) if wanted else None
-            if after is not None:
+            asks_homes = (fetch.waiters or fetch.keeps) and not fetch.recallers
+            homes_first = asks_homes and self._others_read(fetch.block)
+            if after is not None and not (after.is_shared and homes_first):
                 self._read_source(now, fetch, after)
                 return
             fetch.from_disk = False

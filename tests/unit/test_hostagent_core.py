@@ -1183,6 +1183,45 @@ def test_a_late_answer_about_a_forgotten_namespace_leaves_alone_who_has_its_numb
     assert len(node.core.store) == 1
 
 
+class Below:
+    """A tier below, which answers when the test says so."""
+
+    patience_s = 2.0
+
+    def __init__(self, tier: str, *, is_shared: bool) -> None:
+        self.tier = tier
+        self.is_shared = is_shared
+        self.asked: list[Callable[[float, str, int, float], None]] = []
+
+    def holds(self, _block: BlockId) -> bool:
+        return True
+
+    def read(
+        self,
+        _block: BlockId,
+        _begin: Callable[[int], memoryview | None],
+        ended: Callable[[float, str, int, float], None],
+    ) -> bool:
+        self.asked.append(ended)
+        return True
+
+    def promoted(self, _copy: Copy) -> None:
+        pass
+
+
+def test_a_disk_that_fails_has_the_homes_asked_before_the_store_that_all_share() -> None:
+    node, home, _ = pool_of([2])
+    disk, store = Below("ssd", is_shared=False), Below("cold", is_shared=True)
+    node.core.reads.sources = [disk, store]
+    node.get(1)
+    (failed,) = disk.asked
+    failed(node.now, "it cannot be read", 0, 0.0)
+    assert not store.asked
+    exchange(node, home)
+    assert len(store.asked) == 1, "no home has it"
+    assert len(disk.asked) == 1
+
+
 @pytest.mark.parametrize("comes", [False, True])
 def test_nothing_is_left_to_hand_over_only_once_the_disk_is_there(comes: bool) -> None:
     node = connected(Node(1))
