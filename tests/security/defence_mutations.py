@@ -1039,7 +1039,7 @@ def _rules_ignored() -> AbstractContextManager[object]:
     },
 )
 def _paths_followed() -> AbstractContextManager[object]:
-    return replaced("kvcast.hostagent.models.manifest._parts", lambda path: tuple(path.split("/")))
+    return replaced("kvcast.hostagent.models.manifest.parts_of", lambda path: tuple(path.split("/")))
 
 
 @mutation(
