@@ -8,6 +8,7 @@ and not before: this module is also read by every process that a mutated test st
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -145,7 +146,7 @@ def recompiled(
 
     return all_of(
         replaced(f"{module}.{function}", getattr(native_mutations, by)),
-        replaced(f"{module}.compiled", _found(f"{module}.compiled").__wrapped__),
+        replaced(f"{module}.compiled", functools.cache(_found(f"{module}.compiled").__wrapped__)),
     )
 
 
@@ -1039,7 +1040,9 @@ def _rules_ignored() -> AbstractContextManager[object]:
     },
 )
 def _paths_followed() -> AbstractContextManager[object]:
-    return replaced("kvcast.hostagent.models.manifest.parts_of", lambda path: tuple(path.split("/")))
+    return replaced(
+        "kvcast.hostagent.models.manifest.parts_of", lambda path: tuple(path.split("/"))
+    )
 
 
 @mutation(
