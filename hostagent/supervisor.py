@@ -46,7 +46,7 @@ from kvcast.hostagent.tiers.arena import ArenaError
 from kvcast.hostagent.tiers.kept import from_descriptors
 from kvcast.protocol import courier, lane, pushing
 from kvcast.protocol.links.backoff import pause_after
-from kvcast.protocol.messages.local import LOCAL_PROTOCOL_VERSION
+from kvcast.protocol.messages import control, local
 from kvcast.protocol.messages.shared import INDEX_LAYOUT
 from kvcast.protocol.placement import Placement
 from kvcast.service.readiness import announce_ready
@@ -138,7 +138,7 @@ class _Serving(msgspec.Struct, tag="serving"):
 
 _Answer = msgspec.msgpack.Decoder(_Given | _GivenClient | _Refused)
 _Question = msgspec.msgpack.Decoder(_Asked | _Serving)
-_FORMATS: Final = (INDEX_LAYOUT, LOCAL_PROTOCOL_VERSION)
+_FORMATS: Final = (INDEX_LAYOUT, local.LOCAL_PROTOCOL_VERSION)
 
 Run = Callable[["Place"], Coroutine[Any, Any, int]]
 
@@ -575,7 +575,9 @@ def supervise(options: Options, run: Run, takeover: bool) -> int:
 
 
 def warm_up() -> None:
-    """Have what an agent compiles, or imports late, ready before it is needed."""
+    """Have what an agent compiles, imports or finds out of types ready before it is needed."""
+    for messages in (local.ClientMessage, control.ControllerMessage):
+        msgspec.msgpack.Decoder(messages)
     Placement(seed=1)
     lane.compiled()
     compile_wait()
