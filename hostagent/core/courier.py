@@ -336,9 +336,6 @@ class Courier:
         self._takers = self._array(Taker, NODES)
         mine.takers = ctypes.addressof(self._takers)
         for taker in self._takers:
-            requests, expected = self._array(Request, REQUESTS), self._array(Expected, REQUESTS)
-            self._kept += [requests, expected]
-            taker.requests, taker.expected = map(ctypes.addressof, (requests, expected))
             taker.node = NOBODY
         self._asked = self._array(courier.Asked, courier.MAX_ASKED)
         mine.asked = ctypes.addressof(self._asked)
@@ -532,6 +529,11 @@ class Courier:
         """There is a conveyor from that node; its number, None where there is no room for it."""
         for number, taker in enumerate(self._takers):
             if taker.node == NOBODY:
+                if not taker.requests:  # most agents have few conveyors, and all are soon to start
+                    requests = self._array(Request, REQUESTS)
+                    expected = self._array(Expected, REQUESTS)
+                    self._kept += [requests, expected]
+                    taker.requests, taker.expected = map(ctypes.addressof, (requests, expected))
                 taker.node = node
                 self._conveyed.add(node)
                 taker.broken = taker.request_count = taker.first = taker.count = taker.taking = 0
