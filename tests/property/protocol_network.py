@@ -26,6 +26,7 @@ from kvcast.protocol.requester import (
     Requester,
     RequesterConfig,
     TryBulk,
+    WrongResident,
 )
 from kvcast.protocol.requester.events import ANSWER_OUTCOMES
 from kvcast.protocol.responder import READ_OUTCOMES, Responder, ResponderConfig
@@ -364,7 +365,7 @@ class Network:
                 if isinstance(event, Fetched):
                     assert isinstance(event.reservation, Room)
                     reader.arena.out.discard(event.reservation)
-            elif not isinstance(event, ProbeEnded):
+            elif not isinstance(event, ProbeEnded | WrongResident):
                 assert self.on_bulk is not None
                 self.on_bulk(reader, event)
         for home, frame in reader.core.frames_to_send():

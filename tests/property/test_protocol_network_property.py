@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kvcast.protocol.messages import wire
 from kvcast.protocol.messages.wire import BlockId, Frame
@@ -51,6 +51,8 @@ FAULTS = st.builds(
     jitter_s=st.sampled_from([0.0, 0.0005, 0.01]),
 )
 CHUNKINGS = st.sampled_from(wire.CHUNKINGS)
+FLIPPED = Faults(loss=0.1, duplication=0.05, corruption=0.02, delay_s=0.0001, jitter_s=0.0)
+"""Of one seed's DATA, a flag is flipped that says that it is from the switch's memory."""
 IN_ORDER = Faults(jitter_s=0.0)
 """Where DATA overtakes the LAST chunk of its answer before the switch, joiners lose it."""
 HOME_A, HOME_B, READER = 1, 2, 10
@@ -62,6 +64,7 @@ def middle(coalescing: bool) -> CoalescingSwitch | PlainSwitch:
 
 @settings(max_examples=60, deadline=None)
 @given(SEEDS, SIZES, FAULTS, st.booleans(), st.integers(1, 5), st.booleans(), CHUNKINGS)
+@example(2, 65_537, FLIPPED, False, 2, False, wire.CHUNKINGS[1])
 def test_every_fetch_ends_in_the_right_bytes_or_a_miss(
     seed: int,
     size: int,
