@@ -269,8 +269,13 @@ class Cluster:
                 )
 
     def _holds(self, number: int, name: Name) -> bool:
+        """Whether a host has a block in its own memory or on its own disk: what lies in the object
+        store is everybody's, and is not handed over."""
         process = self.hosts[number].process
-        return process is not None and process.core.store.holds(name[0], name[1]) == 1
+        if process is None:
+            return False
+        store, block = process.core.store, BlockId(*name)
+        return store.peek(block) is not None or store.below.holds(block)
 
     def _has_evicted(self, number: int, name: Name) -> bool:
         process = self.hosts[number].process
