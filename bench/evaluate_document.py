@@ -20,6 +20,17 @@ _BELIEVED = 0.01
 """Share of pieces that may not have settled in a simulation whose times are believed."""
 _OWN_TERMS = ("recomputation", "single flight at hosts of 4", "prefix-aware routing")
 """Ways that change what is asked for, and are not compared in the picture."""
+_KINDS = {
+    "tp-mla": "the ranks of an MLA model, on several hosts, read every block together",
+    "rollout": "many samples of one prompt start at once on different nodes",
+    "fan-out": "an agent's sub-agents go on from its context on other nodes",
+    "storm": "cold nodes want the hot prefixes at the same moment",
+    "prompt-rollout": "all nodes want a new system prompt, each with its next user's turn",
+    "model-load": "cold nodes want all of a model's weights at once",
+    "prefill-decode": "a prompt is handed to a decode engine of four ranks",
+    "chat": "independent conversations",
+}
+"""What each workload is, in a few words."""
 
 
 def write(report: Numbers, folder: Path) -> None:
@@ -96,26 +107,32 @@ def beaten(report: Numbers) -> list[tuple[str, str, float]]:
 
 
 def pays(report: Numbers) -> tuple[list[str], list[str]]:
-    """Workloads in which kvcast is clearly faster than the plain pool, and those in which not."""
-    yes: list[str] = []
-    no: list[str] = []
+    """Workloads in which kvcast is clearly faster than the plain pool, and those in which not; the
+    greatest gain first."""
+    yes: list[tuple[float, str]] = []
+    no: list[tuple[float, str]] = []
     for workload, ways in _at_their_pace(report).items():
         gain = ways["plain pool"]["mean_ms"] / max(1e-9, ways["kvcast"]["mean_ms"])
         sent = ways["kvcast"]["home_egress_ratio"] / max(
             1e-9, ways["plain pool"]["home_egress_ratio"]
         )
-        told = f"`{workload}` ({gain:.2f} times; homes send {sent:.2f} of the bytes)"
-        (yes if gain >= worth_it(_error(report)) else no).append(told)
-    return yes, no
+        kind = f": {_KINDS[workload]}" if workload in _KINDS else ""
+        told = f"- `{workload}` ({gain:.2f} times; homes send {sent:.2f} of the bytes){kind}"
+        (yes if gain >= worth_it(_error(report)) else no).append((gain, told))
+    best_first = [[told for _, told in sorted(some, reverse=True)] for some in (yes, no)]
+    return best_first[0], best_first[1]
 
 
 def _first_page(report: Numbers) -> str:
     lines = [
-        "# When an in-network pool pays",
+        "# When a pool in the network pays",
         "",
-        "This page is written by `python -m kvcast.bench.evaluate --docs docs`, whose flow "
-        "simulator is measured against the packet-level pool first. All that follows is simulated "
-        "unless it says otherwise.",
+        "Through kvcast, a home sends a block once to all nodes that read it at the same moment. "
+        "So it pays where reads of one block meet. This page says for whom, and how much.",
+        "",
+        "All figures are simulated, unless they are called *measured*. "
+        "`python -m kvcast.bench.evaluate --docs docs` writes this page. Before it simulates "
+        "anything it compares its simulator with frames and with a real pool.",
     ]
     if report.get("alternatives"):
         if better := beaten(report):
@@ -126,20 +143,28 @@ def _first_page(report: Numbers) -> str:
                 f"in `{workload}` {way}, {times:.2f} times as fast"
                 for workload, (way, times) in first.items()
             )
-            lines += ["", f"**Where something else is faster than kvcast:** {told}."]
+            lines += [
+                "",
+                "**Where something else is faster than kvcast** ([the ways](#the-alternatives)): "
+                f"{told}.",
+            ]
         yes, no = pays(report)
         lines += [
             "",
-            "**For whom it pays** (mean time of a get, plain pool over kvcast, 32 hosts of "
-            "100 Gb/s): " + (", ".join(yes) or "nobody") + ".",
+            "**For whom it pays**, on 32 hosts of 100 Gb/s. In brackets: how many times as fast "
+            "the mean get is as in a plain pool, and what homes send of a plain pool's bytes.",
+            "",
+            *(yes or ["- nobody"]),
             *_from_which_size(report),
             "",
-            "**For whom it does not:** " + (", ".join(no) or "nobody") + ".",
+            "**For whom it does not:**",
+            "",
+            *(no or ["- nobody"]),
             *_what_it_costs(report),
             "",
-            f"*Pays* means {worth_it(_error(report)):.2f} times as fast or more: what errors of "
-            f"{_error(report):.0%} "
-            "in both simulated times could not make of no gain at all.",
+            f"*Pays* means {worth_it(_error(report)):.2f} times as fast or more. A simulated time "
+            f"may be wrong by {_error(report):.0%}, and errors of that size in both times could "
+            "not make so much of no gain at all.",
             "",
             "## What else decides",
         ]
@@ -151,10 +176,11 @@ def _first_page(report: Numbers) -> str:
         if dense:
             lines += [
                 "",
-                "Chats and traces as they are leave such links nearly idle, and their reads hardly "
-                "ever meet (the table of ten thousand hosts below): nothing is gained. The traces' "
-                f"tables below are compressed in time ({'; '.join(dense)}): they say what such "
-                "prompts would do to full links, not what they do.",
+                "**How full the links are.** Chats and traces as they are leave such links nearly "
+                "idle, and their reads hardly ever meet (the table of ten thousand hosts below): "
+                "nothing is gained. The traces' tables below are compressed in time "
+                f"({'; '.join(dense)}). They say what such prompts would do to full links, and not "
+                "what they do.",
             ]
     return "\n".join([*lines, *_what_else(report)])
 
@@ -164,14 +190,26 @@ def _what_it_costs(report: Numbers) -> list[str]:
     rows = report.get("adaptive")
     if not rows:
         return []
-    told = "; ".join(
-        f"`{r['stream']}` p50 {_within(r, 'p50')}, p99 {_within(r, 'p99')}" for r in rows
-    )
     turns = max(r["plain_p50_between_turns"] for r in rows)
+    slower = [
+        f"`{r['stream']}` ({point})"
+        for r in rows
+        for point in ("p50", "p99")
+        if r[f"{point}_over_plain_low"] > 1
+    ]
     return [
         "",
-        f"**What it costs them**, measured, in times of a plain pool's get: {told}. (Medians of a "
-        f"plain pool's own turns differ by up to {turns:.2f} times.)",
+        "**What it costs them**, measured, in times of a plain pool's get (in brackets: the range "
+        "in which each figure is in 19 of 20 cases):",
+        "",
+        *(f"- `{r['stream']}` p50 {_within(r, 'p50')}, p99 {_within(r, 'p99')}" for r in rows),
+        "",
+        (
+            f"So it costs {', '.join(slower)} something."
+            if slower
+            else "No range lies above 1, so no cost can be told from chance."
+        )
+        + f" (Medians of a plain pool's own turns differ by up to {turns:.2f} times.)",
     ]
 
 
@@ -189,14 +227,16 @@ def _from_which_size(report: Numbers) -> list[str]:
                 )
                 for g in sorted({r["group"] for r in joint})
             }
-            reach = ", ".join(f"{g} readers {us:,.0f} µs" for g, us in widest.items() if us)
+            apart = {f"{group}": f"{us:,.0f} µs" for group, us in widest.items() if us}
             lines += [
                 "",
-                f"**From which size on:** groups of {size} readers that start within 10 µs are "
-                "faster than through a plain switch. What decides is not the size of the cluster, "
-                "but how far apart the readers of one block are beside the time that the block "
-                f"takes on a link (2 MiB at 100 Gb/s: 0.17 ms). One and a half times as fast: "
-                f"{reach} apart at most, of the distances tried.",
+                f"**From which size on:** from groups of {size} readers on, if they start within "
+                "10 µs. The size of the cluster decides nothing. What decides is how far apart the "
+                "readers of one block start, beside the time that the block takes on a link (2 MiB "
+                "at 100 Gb/s: 0.17 ms). For gets that are one and a half times as fast, the "
+                "readers may be so far apart, of the distances tried:",
+                "",
+                table(("readers of a block", *apart), [("apart, at most", *apart.values())]),
             ]
     return lines
 
@@ -208,10 +248,10 @@ def _what_else(report: Numbers) -> list[str]:
         one, many = cases["as in the text"], cases["gets of 16 blocks"]
         lines += [
             "",
-            "**Gets of many blocks gain less:** eight readers of one block are "
-            f"{one['speedup']:.1f} times as fast, of sixteen blocks that lie on as many homes "
-            f"{many['speedup']:.2f} times, since each reader's own link is the limit then. What "
-            f"homes send falls all the same (to {many['egress']:.2f} of it).",
+            "**Gets of many blocks gain less.** Eight readers of one block are "
+            f"{one['speedup']:.1f} times as fast. Eight readers of sixteen blocks that lie on as "
+            f"many homes are {many['speedup']:.2f} times as fast, since each reader's own link is "
+            f"the limit then. What homes send falls all the same (to {many['egress']:.2f} of it).",
         ]
     if layers := report.get("layers"):
         first = max(
@@ -225,10 +265,10 @@ def _what_else(report: Numbers) -> list[str]:
         )
         lines += [
             "",
-            f"**Early layers are what fits:** on `{first['trace']}` the {first['what']} of blocks "
+            f"**Early layers are what fits.** On `{first['trace']}` the {first['what']} of blocks "
             f"in {first['slots']} slots would begin {first['reads_answered']:.0%} of all reads "
-            f"from the switch, whole blocks in the same memory {whole['reads_answered']:.1%}. (The "
-            "switch keeps whole blocks today.)",
+            f"from the switch. Whole blocks in the same memory answer "
+            f"{whole['reads_answered']:.1%}. (The switch keeps whole blocks today.)",
         ]
     if memory := report.get("memory"):
         lines += ["", _memory_in_short(memory)]
@@ -249,13 +289,16 @@ def _memory_in_short(memory: Sequence[Numbers]) -> str:
     parts = {part: sum(r["optimum_reads"][part] for r in rows) for part in rows[0]["optimum_reads"]}
     whole = sum(parts.values())
     return (
-        f"**The switch's memory** ({middle} slots) answers, of what an optimum that knows the "
-        f"future would: {told}. Of all that such optima answer here, the controller's policy has "
-        f"{parts['value'] / whole:.0%}; {parts['before the fill'] / whole:.0%} are reads that come "
-        "before any controller beside the switch can have had the block filled, "
-        f"{parts['the future'] / whole:.0%} nobody gets who does not know the future, "
-        f"{parts['another rule'] / whole:.0%} other rules would have that are told of each read at "
-        f"once, and {parts['the control loop'] / whole:.0%} ours, if it were."
+        f"**The switch's memory** ({middle} slots) answers a part of what an optimum that knows "
+        f"the future would, in shares of all bytes read: {told}.\n\n"
+        "Of all that such optima answer here:\n\n"
+        f"- {parts['value'] / whole:.0%}: the controller's policy answers it, too;\n"
+        f"- {parts['before the fill'] / whole:.0%}: reads that come before any controller beside "
+        "the switch can have had the block filled;\n"
+        f"- {parts['the future'] / whole:.0%}: nobody gets it who does not know the future;\n"
+        f"- {parts['another rule'] / whole:.0%}: other rules would have it, if they were told of "
+        "each read at once;\n"
+        f"- {parts['the control loop'] / whole:.0%}: ours would have it, if it were."
     )
 
 
@@ -264,22 +307,29 @@ def _calibration(report: Numbers) -> str:
     text = [
         "## How right the simulation is",
         "",
-        "Home egress ratio and mean time of a get, flows beside packets. *Packets, virtual time*: "
-        "the real requester and responder cores, P4 program and frames; *chats on idle links* are "
-        "beside the coarser flows with which the hour of ten thousand hosts is simulated. *Real "
-        "pool*: agents, controller and software switch as processes, links of 5 Mb/s, one home for "
-        "each block and no hot replicas (which are alternatives of their own below); workloads "
-        "that gather do so behind kvcast alone; all share "
-        "this machine's processors with whoever plays the workload. What those take is measured "
-        "and given to the flows: when each get in fact began, and by how much a get alone took "
-        "longer than its links do, before and after each workload "
-        f"({_home_ms(report)}). Largest error: "
-        f"{report.get('calibration_error_max')} (virtual time alone: "
+        "The simulator moves *flows*: it computes when each piece of a block passes each link, and "
+        "sends no frames. The table compares it with two things that do:",
+        "",
+        "- *packets, virtual time*: the real requester and responder cores, P4 program and "
+        "frames;",
+        "- *real pool, emulated links*: agents, controller and software switch as processes, links "
+        "of 5 Mb/s, one home for each block and no hot replicas (which are alternatives of their "
+        "own below). Workloads that gather do so behind kvcast alone.",
+        "",
+        "*Egress* is the home egress ratio, *get* the mean time of a get. *Chats on idle links* "
+        "are compared with the coarser flows by which the hour of ten thousand hosts is simulated.",
+        "",
+        "All processes of the real pool share this machine's processors with whoever plays the "
+        "workload. What those take is measured and given to the flows: when each get in fact "
+        "began, and by how much a get alone took longer than its links do, before and after each "
+        f"workload ({_home_ms(report)}).",
+        "",
+        f"**Largest error:** {report.get('calibration_error_max')} (virtual time alone: "
         f"{report.get('calibration_error_max_virtual')}; real pool alone: "
         f"{report.get('calibration_error_max_pool')}, at a load of "
-        f"{report.get('load', {}).get('pool')}; what processors take while many gets meet, and "
-        "frames that are asked for again because an answer is late for that, the flows do not "
-        "know).",
+        f"{report.get('load', {}).get('pool')}). There are two things that the flows do not know: "
+        "what processors take while many gets meet, and frames that are asked for again because an "
+        "answer is late for that.",
         "",
         table(
             ("workload", "switch", "against", "egress: packets", "flows", "error",
@@ -352,13 +402,15 @@ def _adaptive(report: Numbers) -> str:
     text = [
         "## What it costs those whom it brings nothing",
         "",
-        "Measured, not simulated: real agents and software switch, links of 10 Mb/s of which 0.3 "
-        "or less is in use, behind a plain switch and behind kvcast with all of it on, in turns, "
-        "while both pools run. The controller turns gathering and residence off where they do not "
-        "pay (`kvcast.controller.core.adaptive`). Milliseconds of a get; the machine's load was "
-        f"{report.get('load', {}).get('adaptive')}. *From turn to turn*: the plain pool's largest "
-        "median of a turn over its smallest. Behind each ratio stands within which it is in 19 of "
-        "20 cases, were other turns and gets drawn from these.",
+        "Measured, not simulated. Real agents and a software switch serve each stream over links "
+        "of 10 Mb/s, of which 0.3 or less is in use. They do so behind a plain switch and behind "
+        "kvcast with all of it on, in turns, while both pools run. The controller turns gathering "
+        "and residence off where they do not pay (`kvcast.controller.core.adaptive`).",
+        "",
+        "Times are milliseconds of a get. *From turn to turn* is the plain pool's largest median "
+        "of a turn over its smallest. Behind each ratio stands the range in which it would be in "
+        "19 of 20 cases, were other turns and gets drawn from these. The machine's load was "
+        f"{report.get('load', {}).get('adaptive')}.",
         "",
         table(
             ("stream", "gets", "p50", "plain", "ratio", "from turn to turn", "p99", "plain",
@@ -381,17 +433,29 @@ def _alternatives(report: Numbers) -> str:
     text = [
         "## The alternatives",
         "",
-        "The same requests, 32 hosts of 100 Gb/s on one switch, DeepSeek-V3's latent KV in fp8, "
-        "blocks of 64 tokens (2.1 MiB), the plain pool's links 30 % full. *kvcast* is joining (and "
-        "gathering) alone: the controller's hot replicas and the switch's memory come on top in a "
-        "pool, and are a way of their own, and a section of their own, here. Egress: times that a "
-        "distinct byte leaves its home (and, for peers, another node). Replicas: three homes of "
-        "every block, chosen by hash, or, where the switch routes, in turn; what it costs to write "
-        "them is left out. Single flight: four engines to a host, whose card is four times as "
-        "fast. Recomputation: 20,000 tokens a second. Traces are compressed in time until they "
-        "fill links as far, by the factor said; so they are far denser here than they were. Times "
-        f"of which {_BELIEVED:.0%} or more had not *settled* when the simulation ended are not to "
-        "be believed, and left out of the picture.",
+        "Each table below serves the same requests in several ways: 32 hosts of 100 Gb/s on one "
+        "switch, DeepSeek-V3's latent KV in fp8, blocks of 64 tokens (2.1 MiB), the plain pool's "
+        "links 30 % full.",
+        "",
+        "- *plain pool*: each reader gets each block from its home, by itself.",
+        "- *kvcast*: joining (and gathering) alone. In a pool, the controller's hot replicas and "
+        "the switch's memory come on top; here they are a way and a section of their own.",
+        "- *hot replicas*: three homes of every block, of which a reader's is chosen by hash. What "
+        "it costs to write them is left out.",
+        "- *switch that only routes*: the same three homes, of which the switch chooses in turn.",
+        "- *peers' chain*, *peers' tree*: who has read a block passes it on, to one other or to "
+        "two.",
+        "- *single flight at hosts of 4*: four engines to a host, whose card is four times as "
+        "fast; one of them fetches.",
+        "- *prefix-aware routing* (chats and traces): a prompt goes to the node that served its "
+        "prefix before.",
+        "- *recomputation*: nothing is fetched; a node computes 20,000 tokens a second.",
+        "",
+        "*Egress* counts how often a distinct byte leaves its home (and, for peers, another node). "
+        "Traces are compressed in time, by the factor said, until they fill links as far. So they "
+        "are far denser here than they were. *Unsettled* is the share of times that were still "
+        f"moving when the simulation ended. Times of {_BELIEVED:.0%} or more are not to be "
+        "believed, and are left out of the picture.",
     ]
     for workload, ways in _ways(report).items():
         compression = next(iter(ways.values()))["time_compression"]
@@ -450,10 +514,10 @@ def _sizes(report: Numbers) -> str:
         [
             "## Workloads at real sizes",
             "",
-            "32 hosts, blocks of 2.1 MiB, prefixes of about eight blocks, links of several rates; "
-            "jitter between readers is the workload's own, in milliseconds, on all of them. A get "
-            "of many blocks comes from many homes, and its reader's own link is the limit then: "
-            "that is why gets gain less here than homes.",
+            "32 hosts, blocks of 2.1 MiB, prefixes of about eight blocks, links of several rates. "
+            "The jitter between readers is the workload's own, in milliseconds, on all of them. A "
+            "get of many blocks comes from many homes, and its reader's own link is the limit "
+            "then. So gets gain less here than homes.",
             "",
             table(
                 ("workload", "Gb/s", "times as fast", "p99", "bytes that homes send", "gathers"),
@@ -506,9 +570,10 @@ def _layers(report: Numbers) -> str:
         [
             "### Whole blocks, compressed ones, or first layers",
             "",
-            "DeepSeek-V3's latent KV in fp8, blocks as the traces have them, the controller's "
-            "policy. *Reads answered* begin at once, or are whole; *bytes saved* are of all that "
-            "is read. With the first layers in the switch the others stream behind compute.",
+            "What would fit into the switch's memory, of DeepSeek-V3's latent KV in fp8, with "
+            "blocks as the traces have them and the controller's policy? *Reads answered* begin at "
+            "once, or are whole. *Bytes saved* are of all that is read. With the first layers in "
+            "the switch, the others stream while the engine computes.",
             "",
             table(
                 ("trace", "tokens", "what", "KiB", "slots", "fit", "reads answered", "bytes saved"),
@@ -535,10 +600,11 @@ def _frontier(report: Numbers) -> str:
     text = [
         "## The frontier",
         "",
-        "Groups of nodes read one block of 2 MiB at about the same time, 64 hosts of 100 Gb/s "
-        "on one switch, links 30 % full; what each part below changes, it says. "
-        "*Times as fast*: mean of a get, plain over kvcast (with the gather time where one is "
-        "said, if that is faster). *Bytes*: what homes send, of the plain pool's.",
+        "Groups of nodes read one block of 2 MiB at about the same time. There are 64 hosts of "
+        "100 Gb/s on one switch, and links are 30 % full; each table says what it changes.",
+        "",
+        "*Times as fast* is the mean of a get, plain over kvcast (with the gather time where one "
+        "is said, if that is faster). *Bytes* is what homes send, of the plain pool's.",
         "",
         "Clusters and topologies (with all switches joining):",
         "",
@@ -628,18 +694,21 @@ def _memory(report: Numbers) -> str:
         [
             "## What belongs in the switch's memory",
             "",
-            "Blocks of one segment, 16 nodes that each keep what they have read; reads that share "
-            "an answer anyway (within 100 ms) are left out. *value* is the controller's code, with "
-            "its reports, digests and fills. The *optimum* knows the future: Belady's rule with "
-            "the right to let blocks pass. What becomes of its hits, in reads:",
+            "Here 16 nodes each keep what they have read, and read blocks of one segment. Reads "
+            "that share an answer anyway (within 100 ms) are left out. *value* is the controller's "
+            "code, with its reports, digests and fills. The *optimum* knows the future: it is "
+            "Belady's rule with the right to let blocks pass.",
             "",
-            "- *the control loop*: what our code would answer more if it were told of each read "
-            "within 50 ms, not by homes' reports once a second;",
-            "- *another rule*: what the best of the other policies answers more than that, if it "
-            "is told of each read at once, and what it lets in is filled by the next read that "
+            "The first table says what becomes of the optimum's hits, in reads:",
+            "",
+            "- *value*: the controller answers them, too;",
+            "- *the control loop*: our code would answer them, if it were told of each read within "
+            "50 ms and not by homes' reports once a second;",
+            "- *another rule*: the best of the other policies would answer them beyond that, if it "
+            "were told of each read at once, and what it lets in were filled by the next read that "
             "passes, as in the switch;",
-            "- *the future*: what nobody has who does not know it;",
-            "- *before the fill*: a switch's memory is filled by an answer that passes, so a block "
+            "- *the future*: nobody has them who does not know it;",
+            "- *before the fill*: a switch's memory is filled by an answer that passes. So a block "
             "that is let in after its first read is filled by its second, and answers the third. "
             "These reads come before that; no controller beside the switch can have them.",
             "",
@@ -671,24 +740,37 @@ def _memory(report: Numbers) -> str:
                 ),
             ),
             "",
-            (f"In {', '.join(never)} no block is read again by anybody who does not share an "
-            "answer: nothing is there for a memory. " if never else "")
-            + "*Best online* is the best of all policies that do not know the future, if it hears "
-            "of each read and fills in no time, which no switch does. *As a switch fills* is the "
-            "best of the others, told of each read at once, *told as late* the best of them, told "
-            "when our controller is; what they let in is filled by the next read in both. Neither "
-            "is a bound: ours are other rules, above 1 where they do better. The *reachable "
-            "optimum* "
-            "knows the future, but lets in only what a home or the switch has told of by then, as "
-            "late as they do, and fills as a switch does."
-            + ("" if others else " (The other policies are libCacheSim's, which was not installed: "
-            "what they would have is not known.)"),
+            "The last columns are ratios:",
             "",
-            "All policies, as shares of the bytes read. *Static* is the best fixed set, which "
-            "takes knowing the future, too. A home could be ordered to send each block that is let "
-            "in once more, for its second reader: *best, filled by order* is what that saves in "
-            "all, less what it sends; where that is below what fills for nothing save, orders "
-            "cost more than they bring.",
+            "- *Best online* is the best of all policies that do not know the future, if it hears "
+            "of each read and fills in no time, which no switch does.",
+            "- *Best as a switch fills* is the best of the others, told of each read at once. What "
+            "it lets in is filled by the next read.",
+            "- *Best told as late* is the same, told when our controller is. Neither is a bound: "
+            "*value* has other rules, and its ratio is above 1 where it does better.",
+            "- The *reachable optimum* knows the future, but lets in only what a home or the "
+            "switch has told of by then, as late as they do, and fills as a switch does."
+            + (
+                ""
+                if others
+                else " (The other policies are libCacheSim's, which was not installed: what they "
+                "would have is not known.)"
+            ),
+            *(
+                (
+                    "",
+                    f"In {', '.join(never)} no block is read again by anybody who does not share "
+                    "an answer: nothing is there for a memory.",
+                )
+                if never
+                else ()
+            ),
+            "",
+            "The second table has all policies, as shares of the bytes read. *Static* is the best "
+            "fixed set, which takes knowing the future, too. A home could be ordered to send each "
+            "block that is let in once more, for its second reader. *Best, filled by order* is "
+            "what that saves in all, less what it sends. Where this is below what is saved by the "
+            "fills that cost nothing, orders cost more than they bring.",
             "",
             table(
                 ("stream", "slots", *names),
@@ -746,8 +828,8 @@ def _sensitivity(report: Numbers) -> str:
         [
             "## What it depends on",
             "",
-            "The middle case (8 of 64 hosts read 2 MiB within 10 µs, 100 Gb/s, links 30 % full), "
-            "with one thing changed at a time:",
+            "In the middle case 8 of 64 hosts read 2 MiB within 10 µs, at 100 Gb/s, with links "
+            "30 % full. Each row changes one thing:",
             "",
             table(
                 ("case", "times as fast", "p99", "bytes"),
@@ -787,9 +869,9 @@ def _scale(report: Numbers) -> str:
         [
             "## Ten thousand hosts",
             "",
-            f"{s['hosts']:,} hosts of 100 Gb/s behind leaves of 32 and eight spines, each as busy "
-            f"as one of 16 hosts with the trace alone; {s['simulated_s']:,.0f} s simulated in "
-            f"{s['took_s']:,.0f} s"
+            f"{s['hosts']:,} hosts of 100 Gb/s stand behind leaves of 32 and eight spines. Each is "
+            "as busy as one of 16 hosts with the trace alone. "
+            f"{s['simulated_s']:,.0f} s were simulated in {s['took_s']:,.0f} s"
             + (
                 ""
                 if not s["extrapolated"]
@@ -839,11 +921,15 @@ def _how(report: Numbers) -> str:
             "",
             *failed,
             *([""] if failed else []),
-            "What the simulation leaves out: losses, homes that hold answers back for readers "
-            "behind (`protocol/responder/catchup.py`), hot replicas given while it runs, "
-            "waiting for processors beyond what "
-            "`FlowOptions` says (their work is counted by unit costs, "
-            "`simulation/flows/processors.py`), and what a node evicts. Trees of switches and "
-            "stars of more than 32 hosts are simulated, not built.",
+            "What the simulation leaves out:",
+            "",
+            "- losses;",
+            "- homes that hold answers back for readers behind (`protocol/responder/catchup.py`);",
+            "- hot replicas given while it runs;",
+            "- waiting for processors beyond what `FlowOptions` says (their work is counted by "
+            "unit costs, `simulation/flows/processors.py`);",
+            "- what a node evicts.",
+            "",
+            "Trees of switches and stars of more than 32 hosts are simulated, not built.",
         ]
     )

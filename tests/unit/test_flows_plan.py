@@ -186,7 +186,8 @@ def test_the_document_says_what_becomes_of_the_optimums_hits(tmp_path: Path) -> 
     evaluate_document.write({"memory": rows, "took_s": {}, "traces": []}, tmp_path)
     text = (tmp_path / "evaluation.md").read_text()
     assert "`chat` 30.0% of 40.0%" in text
-    assert "the controller's policy has 75%; 25% are reads that come before" in text
+    assert "- 75%: the controller's policy answers it, too;" in text
+    assert "- 25%: reads that come before" in text
     assert "In `storm` no block is read again" in text
     assert "which was not installed" in text
     assert (tmp_path / "evaluation-memory.png").stat().st_size > 1000
@@ -209,8 +210,13 @@ def test_the_document_says_first_where_something_else_is_faster(tmp_path: Path) 
             "peer_egress_ratio": 0.0,
         }
 
+    storm = [way("plain pool", 4.0), way("kvcast", 2.0), way("hot replicas", 1.0)]
+    mine = [
+        way("plain pool", 9.0) | {"workload": "mine"},
+        way("kvcast", 3.0) | {"workload": "mine"},
+    ]
     report = {
-        "alternatives": [way("plain pool", 4.0), way("kvcast", 2.0), way("hot replicas", 1.0)],
+        "alternatives": [*storm, *mine],
         "took_s": {},
         "traces": [],
     }
@@ -218,7 +224,9 @@ def test_the_document_says_first_where_something_else_is_faster(tmp_path: Path) 
     text = (tmp_path / "evaluation.md").read_text()
     assert "in `storm` hot replicas, 2.00 times as fast" in text
     assert text.index("something else is faster") < text.index("For whom it pays")
-    assert "`storm` (2.00 times; homes send 1.00 of the bytes)" in text
+    assert "- `storm` (2.00 times; homes send 1.00 of the bytes): cold nodes" in text
+    assert text.index("- `mine` (3.00 times;") < text.index("- `storm` (2.00 times;")
+    assert text.index("For whom it does not") < text.index("- nobody")
     assert (tmp_path / "evaluation-alternatives.png").stat().st_size > 1000
 
 
@@ -312,6 +320,10 @@ def test_the_document_says_beside_what_it_costs_how_far_a_plain_pools_turns_diff
     text = (tmp_path / "evaluation.md").read_text()
     assert "`chat` p50 1.020 (0.90 to 1.10), p99 0.980 (0.90 to 1.10)" in text
     assert "own turns differ by up to 1.25 times" in text
+    assert "no cost can be told from chance" in text
+    report["adaptive"] = [row | {"p99_over_plain_low": 1.05}]
+    evaluate_document.write(report, tmp_path)
+    assert "So it costs `chat` (p99) something." in (tmp_path / "evaluation.md").read_text()
 
 
 def test_a_part_that_fails_is_named_and_the_others_answers_are_kept(
