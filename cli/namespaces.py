@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcast.cli.controller_api import add_api_options, controller_api, run_for_operator
-from kvcast.protocol.messages.control import MEDIA, POLICIES, TIERS
+from kvcast.protocol.messages.control import MEDIA, POLICIES, QUOTA_TIERS, TIERS
 from kvcast.service.commands import EXIT_OK, build_subcommands
 from kvcast.service.values import number, parse_size, whole_number
 
@@ -33,9 +33,17 @@ examples:
 
 
 def _quota(text: str) -> tuple[str, int]:
+    return _of_tier(text, QUOTA_TIERS)
+
+
+def _share(text: str) -> tuple[str, int]:
+    return _of_tier(text, TIERS)
+
+
+def _of_tier(text: str, tiers: Sequence[str]) -> tuple[str, int]:
     tier, separator, size = text.partition("=")
-    if not separator or tier not in TIERS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not TIER=SIZE, of {', '.join(TIERS)}")
+    if not separator or tier not in tiers:
+        raise argparse.ArgumentTypeError(f"{text!r} is not TIER=SIZE, of {', '.join(tiers)}")
     try:
         return tier, parse_size(size)
     except ValueError as error:
@@ -82,11 +90,12 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         type=_quota,
         action="append",
         metavar="TIER=SIZE",
-        help=f"bytes on each node, of a tier ({', '.join(TIERS)}); 0 = no limit",
+        help=f"bytes of a tier, on each node ({', '.join(TIERS)}) or of the switch's memory "
+        "(switch, where a block takes whole segments of 64 KiB); 0 = no limit",
     )
     parser.add_argument(
         "--assured",
-        type=_quota,
+        type=_share,
         action="append",
         metavar="TIER=SIZE",
         help="bytes on each node, of a tier, that other namespaces cannot take from it",

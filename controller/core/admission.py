@@ -23,6 +23,9 @@ is worth the most, displaces those read before it, and nobody is safe from that.
 `ghosts` finds out. A free slot costs nothing, so one read is enough to be given one: each of a few
 nodes reads a block once and then has it, and the third of them can only be served if the first was
 reason enough.
+
+*Quotas*: a namespace may have a `Room` of its own, in slots. A contender that finds it full
+displaces blocks of its own namespace, by the same rules, and others only for what it still lacks.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from __future__ import annotations
 import functools
 import math
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple, TypeAlias
@@ -48,6 +51,9 @@ _segments_of = functools.lru_cache(maxsize=1024)(CELLS.segments_of)
 
 MAX_CANDIDATES = 65_536
 """Blocks whose heat is remembered; beyond it the least valuable eighth is forgotten."""
+
+BEST_WITH_QUOTA = 16
+"""Blocks of one namespace that has a quota among the best, at most."""
 
 LEAST_FADE_READS = 64
 """Reads after which counts halve in a switch of fewer slots: one block's own are not enough."""
@@ -99,6 +105,23 @@ class Contender:
     size_bytes: int
     digest: int
     pinned: bool
+
+
+@dataclass
+class Room:
+    """What a namespace's quota leaves it, in slots: `most` in all; `free` that it may take now
+    (less than 0 where the quota has become smaller), and `coming_free` by themselves."""
+
+    most: int
+    free: int
+    coming_free: int
+
+    def reserve(self, wanted: int) -> int:
+        """Count so many as taken; how many of them must come free first."""
+        late = min(wanted, max(0, wanted - self.free))
+        self.free -= wanted - late
+        self.coming_free -= late
+        return late
 
 
 @dataclass
@@ -161,6 +184,7 @@ class HeatMap:
         self._depth = array("q")
         self._segments = array("q")
         self._size_bytes = array("q")
+        self._namespace = array("q")
         self._reads_a_count = math.log(2) / options.half_life_s * options.horizon_s
         self.forgotten = 0
         """Blocks dropped at the bound."""
@@ -277,10 +301,11 @@ class HeatMap:
             for column in (self._at, self._switch_reads, self._home_reads, self._fan_out):
                 column.append(0.0)
             self._read_at.append(-inf)
-            for number in (self._depth, self._segments, self._size_bytes):
+            for number in (self._depth, self._segments, self._size_bytes, self._namespace):
                 number.append(0)
         self._rows[block] = row
         self._blocks[row] = block
+        self._namespace[row] = block.namespace
         self._at[row] = self._age(now)
         self._fan_out[row] = 1.0
         self._segments[row] = 1
@@ -351,9 +376,18 @@ class HeatMap:
             return 0.0
         return float(self._values(now, np.array([row], np.intp), Rule.VALUE)[0])
 
-    def best(self, count: int, now: float, *, without: Iterable[BlockId]) -> list[BlockId]:
+    def best(
+        self,
+        count: int,
+        now: float,
+        *,
+        without: Iterable[BlockId],
+        quotas: Mapping[int, int] | None = None,
+    ) -> list[BlockId]:
         """The `count` most valuable blocks that are worth admitting and not larger than all of the
-        switch's memory, best first."""
+        switch's memory, best first. Namespaces with `quotas` (in slots) are not among them, since
+        what finds no room by a quota is to keep nobody else out: of each such namespace its own
+        best follow, at most `BEST_WITH_QUOTA`."""
         if not self._blocks:
             return []
         expected = self._expected(now, _ALL, self.rule)
@@ -365,6 +399,18 @@ class HeatMap:
         if not rows.size:
             return []
         values = self._values(now, rows, self.rule)
+        if not quotas:
+            return self._best_of(rows, values, count)
+        namespaces = np.frombuffer(self._namespace, np.int64)[rows]
+        segments = np.frombuffer(self._segments, np.int64)[rows]
+        others = np.isin(namespaces, list(quotas), invert=True)
+        best = self._best_of(rows[others], values[others], count)
+        for namespace, slots in quotas.items():
+            own = (namespaces == namespace) & (segments <= slots)
+            best += self._best_of(rows[own], values[own], min(count, BEST_WITH_QUOTA))
+        return best
+
+    def _best_of(self, rows: npt.NDArray[np.intp], values: Floats, count: int) -> list[BlockId]:
         if rows.size > count:
             good = values >= np.partition(values, -count)[-count]
             rows, values = rows[good], values[good]
@@ -382,11 +428,13 @@ def choose(
     heat: HeatMap,
     options: ValueOptions,
     now: float,
+    rooms: Mapping[int, Room] | None = None,
 ) -> Choice:
     """Whom to admit now and whom to evict for later; all segments of a block or none.
 
     `free`: slots that can be taken now; `coming_free`: slots that will be free by themselves
-    (they are counted before anybody is evicted, so that one wish evicts once).
+    (they are counted before anybody is evicted, so that one wish evicts once); `rooms`: of the
+    namespaces that have a quota. They are counted down here.
     """
     choice = Choice()
     looks = heat.look_at([*(c.block for c in contenders), *(h.block for h in holders)], now)
@@ -398,22 +446,32 @@ def choose(
         contenders,
         key=lambda c: (not c.pinned, -looks[c.block].value, looks[c.block].depth, c.block),
     )
+    everywhere = Room(free + coming_free, free, coming_free)
     for contender in order:
         wanted = CELLS.segments_of(contender.size_bytes)
+        namespace = contender.block.namespace
+        own = (rooms or {}).get(namespace)
         value, reads, _ = looks[contender.block]
         if not contender.pinned and reads < options.min_reads:
             choice.refused.append(
                 (contender, f"{reads:.1f} reads expected, fewer than {options.min_reads:g}")
             )
             continue
-        if wanted <= free:
-            free -= wanted
+        if own is not None and wanted > own.most:
+            choice.refused.append(
+                (contender, f"needs {wanted} slots, its namespace's quota is {own.most}")
+            )
+            continue
+        of_own = 0 if own is None else wanted - own.free
+        if wanted <= everywhere.free and of_own <= 0:
+            _reserve(everywhere, own, wanted)
             why = "pinned" if contender.pinned else f"value {value:.0f}, free slots"
             choice.admit.append((contender, why))
             continue
-        if wanted <= free + coming_free:
-            coming_free -= wanted - free
-            free = 0
+        of_own -= 0 if own is None else own.coming_free
+        of_any = wanted - everywhere.free - everywhere.coming_free
+        if of_any <= 0 and of_own <= 0:
+            _reserve(everywhere, own, wanted)
             choice.refused.append((contender, "waits for slots to drain"))
             continue
         if not contender.pinned and reads < options.displace_reads:
@@ -421,16 +479,26 @@ def choose(
                 (contender, f"{reads:.1f} reads expected, too few to displace others")
             )
             continue
+        stay_s = -inf if contender.pinned else options.min_stay_s
         chosen: list[Holder] = []
-        gained = free + coming_free
-        for victim in victims:
-            if gained >= wanted:
-                break
-            if contender.pinned or now - victim.admitted_at >= options.min_stay_s:
-                chosen.append(victim)
-                gained += victim.slots
-        if gained < wanted:
-            choice.refused.append((contender, f"needs {wanted} slots, {gained} can be had"))
+        if of_own > 0:
+            mine = (v for v in victims if v.block.namespace == namespace)
+            chosen = _slots_of((v for v in mine if now - v.admitted_at >= stay_s), of_own)
+        gained = sum(v.slots for v in chosen)
+        if gained < of_own:
+            assert own is not None
+            choice.refused.append(
+                (contender, f"needs {wanted} slots, {wanted - of_own + gained} can be had by its "
+                 f"namespace's quota of {own.most}")
+            )  # fmt: skip
+            continue
+        rest = (v for v in victims if not chosen or v not in chosen)
+        chosen += _slots_of((v for v in rest if now - v.admitted_at >= stay_s), of_any - gained)
+        gained = sum(v.slots for v in chosen)
+        if gained < of_any:
+            choice.refused.append(
+                (contender, f"needs {wanted} slots, {wanted - of_any + gained} can be had")
+            )
             continue
         price = sum(looks[v.block].value * v.slots for v in chosen)
         if not contender.pinned and value * wanted < options.margin * price:
@@ -444,7 +512,29 @@ def choose(
                 f"value {looks[victim.block].value:.0f}, displaced by {value:.0f}"
             )  # fmt: skip
             choice.evict.append((victim.block, reason))
-        coming_free = gained - wanted
-        free = 0
+            everywhere.coming_free += victim.slots
+            its_own = (rooms or {}).get(victim.block.namespace)
+            if its_own is not None:
+                its_own.coming_free += victim.slots
+        _reserve(everywhere, own, wanted)
         choice.refused.append((contender, "waits for its victims' slots"))
     return choice
+
+
+def _slots_of(victims: Iterable[Holder], wanted: int) -> list[Holder]:
+    """The first of them that have so many slots; all, where they have fewer."""
+    chosen: list[Holder] = []
+    for victim in victims:
+        if wanted <= 0:
+            break
+        chosen.append(victim)
+        wanted -= victim.slots
+    return chosen
+
+
+def _reserve(everywhere: Room, own: Room | None, wanted: int) -> None:
+    """Count so many slots as taken. Who waits for its own namespace's waits for those that come
+    free, and leaves those that are free to others."""
+    late = 0 if own is None else own.reserve(wanted)
+    everywhere.reserve(wanted - late)
+    everywhere.coming_free -= late

@@ -82,6 +82,7 @@ from kvcast.protocol.messages.wire import (
     BUCKETS,
     CELLS,
     CHUNKINGS,
+    SEGMENT_BYTES,
     BlockId,
     bucket_of,
     chunking_for,
@@ -241,6 +242,7 @@ class Pool:
             refresh_s=options.refresh_s,
             may_hold=lambda n: self.may_be_resident(n) and self.adaptive.resides(n),
             may_pin=self.may_be_pinned,
+            quotas=self._switch_quotas,
         )
         self.tiers.pins.update(saved.pins)
         self.hot = HotReplicas(
@@ -504,6 +506,14 @@ class Pool:
         said = self._settings_of(namespace)
         return said is not None and said.allows("switch") and said.residence != "off"
 
+    def _switch_quotas(self) -> dict[int, int]:
+        """Of namespaces that have a quota of the switch's memory: how many slots that is."""
+        return {
+            number: quota // SEGMENT_BYTES
+            for number, info in self.namespaces.by_number.items()
+            if (quota := info.settings.quota_bytes.get("switch"))
+        }
+
     def _group(
         self, connection: int, message: GroupRequest, node: Node, now: float
     ) -> list[Action]:
@@ -553,21 +563,24 @@ class Pool:
                 place_ = action.params[0] - program.PORT_SET_BASE
                 if isinstance(bits, int):
                     self.multicast_groups.adopt(bits, place_)
-        ours = {
-            entry: action.params[0]
-            for resident in self.tiers.residency.residents.values()
-            for entry, action in program.resident_entries(resident).items()
+        there = {
+            match: action.params[0]
+            for (table, match), action in actual.entries.items()
+            if table == program.RESIDENT and action.params
         }
-        self.tiers.found_in_use(
-            {
-                action.params[0]
-                for entry, action in actual.entries.items()
-                if entry[0] == program.RESIDENT
-                and action.params
-                and ours.get(entry) != action.params[0]
-            },
-            self._now,
-        )
+        ours = {
+            match: (action.params[0], resident.block)
+            for resident in self.tiers.residency.residents.values()
+            for (_, match), action in program.resident_entries(resident).items()
+        }
+        strange = {
+            slot: namespace
+            for match, slot in there.items()
+            if (match not in ours or ours[match][0] != slot)
+            and isinstance(namespace := match[0], int)
+        }
+        lacking = {block for match, (slot, block) in ours.items() if there.get(match) != slot}
+        self.tiers.found_in_use(strange, lacking, self._now)
 
     def heat(self, samples: Iterable[HeatSample], now: float) -> None:
         """Heat digests of the switch."""
@@ -961,6 +974,7 @@ class Pool:
                 "total": residency.capacity,
                 "free": residency.free,
                 "coming_free": residency.coming_free,
+                "taken": {str(n): slots for n, slots in sorted(residency.taken().items())},
             },
             "adaptive": self.adaptive.report(now),
             "candidates": len(self.tiers.heat),

@@ -7,12 +7,14 @@ which blocks deserve a slot (`admission.py` decides), or how entries are written
 
 A resident is *held* (entries are to be in the switch), or *leaving* (its home is being asked to
 keep it; entries still there). A slot is free, held, or *draining* (entry to be deleted, or deleted
-a moment ago).
+a moment ago). Until it is free again it is its last holder's namespace's: the entries of who leaves
+and of who comes may be in the switch at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvcast.protocol.messages.wire import CELLS, BlockId
@@ -64,6 +66,8 @@ class Residency:
         self._free: list[int] = list(range(slots - 1, -1, -1))
         self._draining: dict[int, float | None] = {}
         """Slot to the time from which it may be reused; None while its entry may still exist."""
+        self._last_held: dict[int, int] = {}
+        """Draining slot to the namespace whose entry it had."""
 
     def restore(self, saved: Iterable[SavedResident], now: float) -> int:
         """Take the slots as a former controller left them; returns how many could not be taken.
@@ -105,6 +109,21 @@ class Residency:
         """Slots that will be free without another decision: draining, or held by a leaver."""
         return len(self._draining) + sum(len(r.slots) for r in self.residents.values() if r.leaving)
 
+    def staying(self) -> Counter[int]:
+        """By namespace: slots of residents that do not leave."""
+        staying: Counter[int] = Counter()
+        for resident in self.residents.values():
+            if not resident.leaving:
+                staying[resident.block.namespace] += len(resident.slots)
+        return staying
+
+    def taken(self) -> Counter[int]:
+        """By namespace: slots that are not free again yet, whoever stays or leaves."""
+        taken = Counter(self._last_held.values())
+        for resident in self.residents.values():
+            taken[resident.block.namespace] += len(resident.slots)
+        return taken
+
     def admit(
         self, block: BlockId, *, digest: int, size_bytes: int, pinned: bool, now: float
     ) -> Resident:
@@ -126,6 +145,7 @@ class Residency:
         """Take the block's entries out of what the switch should hold."""
         resident = self.residents.pop(block)
         self._draining.update(dict.fromkeys(resident.slots))
+        self._last_held.update(dict.fromkeys(resident.slots, block.namespace))
         return resident
 
     def waiting_for_deletion(self) -> frozenset[int]:
@@ -138,17 +158,19 @@ class Residency:
             if slot in self._draining and self._draining[slot] is None:
                 self._draining[slot] = now + self._drain_s
 
-    def foreign(self, slots: Iterable[int]) -> None:
-        """The switch was found to hold entries for these slots that are not ours."""
-        found = set(slots) & set(self._free)
+    def foreign(self, slots: Mapping[int, int]) -> None:
+        """The switch was found to hold entries for these slots, of these namespaces, that are not
+        ours."""
+        found = slots.keys() & {*self._free, *self._draining}
         self._free = [slot for slot in self._free if slot not in found]
         self._draining.update(dict.fromkeys(found))
+        self._last_held.update((slot, slots[slot]) for slot in found)
 
     def advance(self, now: float) -> None:
         """Free the slots whose time is over."""
         for slot, until in list(self._draining.items()):
             if until is not None and now >= until:
-                del self._draining[slot]
+                del self._draining[slot], self._last_held[slot]
                 self._free.append(slot)
 
     def next_deadline(self) -> float | None:
@@ -164,3 +186,4 @@ class Residency:
         held = [slot for r in self.residents.values() for slot in r.slots]
         everything = sorted([*held, *self._free, *self._draining])
         assert everything == list(range(self.capacity)), "a slot is lost or held twice"
+        assert self._last_held.keys() == self._draining.keys()

@@ -18,10 +18,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvcast.controller.core.admission import (
+    BEST_WITH_QUOTA,
     Choice,
     Contender,
     HeatMap,
     Holder,
+    Room,
     ValueOptions,
     choose,
 )
@@ -120,11 +122,13 @@ class Tiers:
         refresh_s: float,
         may_hold: Callable[[int], bool] = lambda _namespace: True,
         may_pin: Callable[[int], bool] = lambda _namespace: True,
+        quotas: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
         """`may_hold`: whether a namespace's blocks may be in the switch; `may_pin`: or those of
-        them that an operator has pinned."""
+        them that an operator has pinned; `quotas`: in slots, of the namespaces that have one."""
         self._may_hold = may_hold
         self._may_pin = may_pin
+        self._quotas = quotas
         self.mode = mode
         self.residency = residency
         self.options = options
@@ -234,15 +238,28 @@ class Tiers:
         self._barred[block] = now + bar_s, bar_s
         self._evict(resident, f"a reader got it wrong from here: out for {bar_s:g} s", now)
 
-    def found_in_use(self, slots: Collection[int], now: float) -> None:
-        """The switch was found to hold other segments in these slots than we would: what another
-        controller, or we ourselves after the last state that was saved, gave them. Whoever has them
-        here gives them up, since until those entries have gone the two would fill and serve the
-        same cells."""
+    def found_in_use(
+        self, slots: Mapping[int, int], lacking: Collection[BlockId], now: float
+    ) -> None:
+        """The switch was found to hold other segments in these slots, of these namespaces, than we
+        would: what another controller, or we ourselves after the last state that was saved, gave
+        them. Whoever has them here gives them up, since until those entries have gone the two would
+        fill and serve the same cells. `lacking`: residents that the switch does not hold. They are
+        written before anything is deleted, so those go that would exceed a quota with what is
+        there."""
         for resident in list(self.residency.residents.values()):
-            if not set(slots).isdisjoint(resident.slots):
+            if not slots.keys().isdisjoint(resident.slots):
                 self._evict(resident, "the switch has another block in its slots", now)
         self.residency.foreign(slots)
+        taken = self.residency.taken()
+        for namespace, most in self._quotas().items():
+            new = [
+                r
+                for block in lacking
+                if block.namespace == namespace and (r := self.residency.residents.get(block))
+            ]
+            for resident in self._least_valuable(new, taken[namespace] - most, now):
+                self._evict(resident, "its namespace's quota is taken by what the switch has", now)
 
     def _is_barred(self, block: BlockId, now: float) -> bool:
         return block in self._barred and now < self._barred[block][0]
@@ -347,6 +364,7 @@ class Tiers:
             if request.attempt is not None:
                 out += self._keep(request.blocks[0], request.attempt + 1, now)
         out += self._clear(now)
+        out += self._keep_to_quotas(now)
         out += self._refresh(now)
         wanted = self._wanted(now)
         out += self._ask(wanted, now)
@@ -364,18 +382,23 @@ class Tiers:
             return []
         residents = self.residency.residents
         absent = {block for block in self._described if self._is_absent(block)}
-        pinned = [
-            block
-            for block in sorted(self.pins)
-            if block not in residents
-            and block not in absent
-            and self._may_pin(block.namespace)
-            and not self._is_barred(block, now)
-        ]
+        quotas = self._quotas()
+        pinned: list[BlockId] = []
+        with_quota: Counter[int] = Counter()
+        for block in sorted(self.pins):
+            if block in residents or block in absent or self._is_barred(block, now):
+                continue
+            if not self._may_pin(block.namespace):
+                continue
+            if block.namespace in quotas:
+                with_quota[block.namespace] += 1
+                if with_quota[block.namespace] > BEST_WITH_QUOTA:
+                    continue
+            pinned.append(block)
         hot: list[BlockId] = []
         if self.mode is AdmitMode.AUTO:
             without = {*residents, *self.pins, *absent}
-            hot = self.heat.best(DESCRIBE_BATCH, now, without=without)
+            hot = self.heat.best(DESCRIBE_BATCH, now, without=without, quotas=quotas)
         return [
             *pinned[: 3 * DESCRIBE_BATCH],
             *(b for b in hot if self._may_hold(b.namespace) and not self._is_barred(b, now)),
@@ -405,6 +428,48 @@ class Tiers:
                 resident.pinned = False
                 out += self._let_go(resident, f"--admit {self.mode.value}", now)
         return out
+
+    def _keep_to_quotas(self, now: float) -> Outgoing:
+        """Let go of what exceeds a quota, which has become smaller."""
+        out: Outgoing = []
+        staying = self.residency.staying()
+        for namespace, most in self._quotas().items():
+            if staying[namespace] <= most:
+                continue
+            own = [
+                r
+                for r in self.residency.residents.values()
+                if r.block.namespace == namespace and not r.leaving
+            ]
+            for resident in self._least_valuable(own, staying[namespace] - most, now):
+                self.counts["evictions_quota"] += 1
+                out += self._let_go(resident, f"its namespace's quota is {most} slots", now)
+        return out
+
+    def _least_valuable(
+        self, residents: Iterable[Resident], slots: int, now: float
+    ) -> list[Resident]:
+        """Those of least value that have so many slots, pinned ones last; none for 0 or fewer."""
+        residents = list(residents)
+        looks = self.heat.look_at([r.block for r in residents], now)
+        chosen: list[Resident] = []
+        for resident in sorted(
+            residents,
+            key=lambda r: (r.pinned, looks[r.block].value, -looks[r.block].depth, r.block),
+        ):
+            if slots <= 0:
+                break
+            chosen.append(resident)
+            slots -= len(resident.slots)
+        return chosen
+
+    def _rooms(self) -> dict[int, Room]:
+        """What each quota leaves its namespace."""
+        taken, staying = self.residency.taken(), self.residency.staying()
+        return {
+            namespace: Room(most, most - taken[namespace], taken[namespace] - staying[namespace])
+            for namespace, most in self._quotas().items()
+        }
 
     def _refresh(self, now: float) -> Outgoing:
         """Ask the homes of the residents whether they still hold the same bytes."""
@@ -454,6 +519,7 @@ class Tiers:
             heat=self.heat,
             options=self.options.under(self.heat.rule),
             now=now,
+            rooms=self._rooms(),
         )
         out: Outgoing = []
         for contender, reason in choice.admit:

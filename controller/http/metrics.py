@@ -41,6 +41,12 @@ def metrics_of(status: dict[str, Any]) -> Iterable[Metric]:
         f"{_PREFIX}_node_buckets", "Buckets that the node is home of", labels=["node"]
     )
     yield _filled(buckets, {n["node_id"]: n["buckets"] for n in nodes})
+    taken = GaugeMetricFamily(
+        f"{_PREFIX}_namespace_slots",
+        "Segment slots of the switch that the namespace's blocks take",
+        labels=["namespace"],
+    )
+    yield _filled(taken, status["slots"]["taken"])
     adaptive = GaugeMetricFamily(
         f"{_PREFIX}_adaptive",
         "1 while it is on for the namespace: gathering, or residence in the switch",

@@ -74,14 +74,20 @@ class NodeInfo(Struct, frozen=True):
 POLICIES = ("lru", "lfu", "fifo", "arc", "s3fifo", "ttl", "value")
 """Eviction policies that a namespace can have (`kvcast.hostagent.tiers.policies`)."""
 TIERS = ("dram", "arena", "ssd")
-"""Tiers of an agent that a namespace can have a quota of."""
+"""Tiers of an agent; of each a namespace can be assured a share."""
+QUOTA_TIERS = (*TIERS, "switch")
+"""Tiers that a namespace can have a quota of."""
 MEDIA = ("dram", "ssd", "switch", "cold")
 """What a namespace's blocks may lie on; dram always."""
 
 Quota = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 """Operators say it in JSON, which knows larger numbers than a map can tell agents."""
-ByTier = Annotated[
+Shares = Annotated[
     dict[Annotated[str, Meta(pattern=rf"\A({'|'.join(TIERS)})\Z")], Quota], Meta(max_length=8)
+]
+Quotas = Annotated[
+    dict[Annotated[str, Meta(pattern=rf"\A({'|'.join(QUOTA_TIERS)})\Z")], Quota],
+    Meta(max_length=8),
 ]
 Rate = Annotated[float, Meta(ge=0, le=1e15)]
 OnOff = Annotated[str, Meta(pattern=r"\A(on|off|)\Z")]
@@ -92,9 +98,9 @@ class NamespaceSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """What an operator says of a namespace. What is 0, "" or empty is not limited, or as the
     agents' own options say.
 
-    `policy`: one of `POLICIES`; `quota_bytes` by tier (`TIERS`; arena: of each further one), on
-    each node; `assured_bytes`
-    likewise: what other namespaces cannot take from it; `operations_per_s`
+    `policy`: one of `POLICIES`; `quota_bytes` by tier (`QUOTA_TIERS`; arena: of each further one),
+    on each node, and of the switch's memory, where a block takes whole segments; `assured_bytes`
+    (`TIERS`): what other namespaces cannot take from it, on each node; `operations_per_s`
     (keys of gets and puts) and `bytes_per_s`, on each node; `weight`: its share of transfers that
     wait for the same way, as against other namespaces'; `ttl_s`: how long a block lives (with the
     policy ttl after its last use, else after it was stored); `media`: of `MEDIA`, empty = all;
@@ -102,8 +108,8 @@ class NamespaceSettings(Struct, frozen=True, forbid_unknown_fields=True):
     (`kvcast.controller.core.adaptive`)."""
 
     policy: Annotated[str, Meta(pattern=rf"\A({'|'.join(POLICIES)}|)\Z")] = ""
-    quota_bytes: ByTier = {}
-    assured_bytes: ByTier = {}
+    quota_bytes: Quotas = {}
+    assured_bytes: Shares = {}
     operations_per_s: Rate = 0.0
     bytes_per_s: Rate = 0.0
     weight: Annotated[float, Meta(ge=0.01, le=100)] = 1.0

@@ -18,6 +18,7 @@ from kvcast.controller.core.admission import (
     Contender,
     HeatMap,
     Holder,
+    Room,
     ValueOptions,
     choose,
 )
@@ -53,6 +54,7 @@ def chosen(
     heat: HeatMap,
     free: int = 0,
     coming_free: int = 0,
+    rooms: dict[int, Room] | None = None,
 ) -> Choice:
     return choose(
         *(contenders, holders),
@@ -61,6 +63,7 @@ def chosen(
         heat=heat,
         options=OPTIONS,
         now=0.0,
+        rooms=rooms,
     )
 
 
@@ -361,10 +364,15 @@ def test_chunk_masks_name_the_chunks_that_exist() -> None:
 def test_slots_with_strange_entries_rest_before_they_are_used() -> None:
     slots = residency()
     slots.admit(block(1), digest=1, size_bytes=10, pinned=False, now=0.0)
-    slots.foreign([0, 2, 77])
+    slots.foreign({0: 1, 2: 9, 77: 9})
+    assert slots.taken() == {1: 1, 9: 1}
     assert slots.waiting_for_deletion() == {2}
     assert slots.free == 2
     slots.check()
+    slots.deleted({2}, 10.0)
+    slots.foreign({2: 8})
+    assert slots.waiting_for_deletion() == {2}, "another has been there meanwhile"
+    assert slots.taken() == {1: 1, 8: 1}
 
 
 def test_a_restart_keeps_residents_slots_and_generations() -> None:

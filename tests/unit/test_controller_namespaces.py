@@ -50,6 +50,13 @@ def test_settings_that_no_map_could_say_are_refused(kind: str) -> None:
             msgspec.json.decode(f'{{"{kind}": {{"dram": {beyond}}}}}', type=NamespaceSettings)
 
 
+def test_a_share_of_the_switch_cannot_be_assured_and_a_quota_of_it_can_be_had() -> None:
+    said = b'{"quota_bytes": {"switch": 65536}}'
+    assert msgspec.json.decode(said, type=NamespaceSettings).quota_bytes == {"switch": 65536}
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(b'{"assured_bytes": {"switch": 65536}}', type=NamespaceSettings)
+
+
 def test_what_is_deleted_leaves_the_map_the_switch_and_the_pins_and_is_named() -> None:
     driver = Driver()
     driver.join(1, 2, 3)

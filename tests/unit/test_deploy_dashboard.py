@@ -112,7 +112,7 @@ def exported() -> dict[str, set[str]]:
     for number in (1, 2):
         ask(node, local.Get(1, 1, [key(number)], 1.0))
     status = {
-        "epoch": 1, "nodes": [], "residents": [], "slots": {"free": 1}, "candidates": 0,
+        "epoch": 1, "nodes": [], "residents": [], "slots": {"free": 1, "taken": {}}, "candidates": 0,
         "port_sets": 0, "adaptive": [], "decisions": {}, "fills": {}, "counts": {},
         "switch": {"connected": True, "primary": True, "programmed": True, "counts": {}},
         "controller": {
