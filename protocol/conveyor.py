@@ -7,7 +7,9 @@ reader (`kvcast.protocol.courier`).
 
 A request is of a fixed length, and so is the header of a reply, which the bytes of the block follow
 from the request's `start` on. Replies come in the order of the requests. Numbers are in the order
-of x86-64, which both ends are.
+of x86-64, which both ends are. A request may ask instead how many blocks of a chain the home has,
+counted from the first without a gap: then the chain's keys follow it, and its reply is a header
+alone.
 
 What may be given Python says beforehand, as it does for READs (`kvcast.protocol.lane`: who may use
 which namespace), and it hears afterwards of what was given (`Given`). A block that is leaving is
@@ -43,6 +45,7 @@ from kvcast.native.subset import (
     u64_at,
 )
 from kvcast.protocol.lane import NativeLane, entry_of, may_use
+from kvcast.protocol.messages.questions import MAX_CHAIN
 from kvcast.protocol.messages.shared import (
     CELLS_USED_WORD,
     CELLS_WORD,
@@ -52,12 +55,15 @@ from kvcast.protocol.messages.shared import (
     SLOT_BITS,
     WORD_BYTES,
 )
+from kvcast.protocol.messages.wire import KEY_BYTES
 from kvcast.protocol.placement import address_of_buffer
 
 REQUESTS: Final = 256
 """Requests of one connection that a home has room for, and that a reader sends ahead."""
 GIVEN_ROOM: Final = 1024
 """Replies that Python has not heard of; at the bound nothing is given until it has."""
+ROOM_BYTES: Final = REQUESTS * 40 + MAX_CHAIN * KEY_BYTES
+"""Room for that many, and the keys of a chain."""
 NODES: Final = 64
 """Nodes that one takes blocks from so, and that it gives blocks to so; others go by calls."""
 LEAVING: Final = 8
@@ -73,6 +79,13 @@ UNWANTED: Final = 2
 GIVEN_HERE: Final = 1
 """The block's bytes follow."""
 NOT_HERE: Final = 2
+COUNTED: Final = 3
+"""Of the chain so many are held as `size` says. `digest`: 1 where the one behind them is certainly
+not, 0 where it may lie where compiled code does not look."""
+
+# What a request is for.
+_BLOCK: Final = 0
+_CHAIN: Final = 1
 
 _OFFSET: Final = 3
 _DIGEST: Final = 4
@@ -89,9 +102,9 @@ class Request(Struct):
     digest: U64
     """Of the copy that is wanted; 0 = any."""
     start: U32
-    """Its first bytes are there already, so many."""
+    """Its first bytes are there already, so many. Of a chain: how many keys follow."""
     namespace: U16
-    padding: U16
+    kind: U16
 
 
 class Reply(Struct):
@@ -140,7 +153,7 @@ class Giver(Struct):
     since_ns: U64
     """When bytes left last, or the first were to."""
     buffer: U64
-    """Room for REQUESTS."""
+    """Room for REQUESTS and a chain."""
     heard: U64
     """Bytes in it,"""
     used: U64
@@ -169,6 +182,8 @@ class Giving(Struct):
     """Of blocks, since Python has looked."""
     refused: U64
     """Requests that were not granted."""
+    knows_all: U64
+    """Where it stands whether what the index has not is certainly not here; 0: it is not."""
 
 
 class Expected(Struct):
@@ -188,9 +203,10 @@ class Taker(Struct):
     broken: U32
     """Python is to close it; UNWANTED, or 1: it does not do what it should."""
     draft: Annotated[Ptr[Request], Inline(1)]
-    requests: Ptr[Request]
-    request_count: U64
-    """Requests that have not left."""
+    requests: U64
+    """Room for REQUESTS and a chain,"""
+    request_bytes: U64
+    """so much of which is to leave."""
     expected: Ptr[Expected]
     first: U64
     count: U64
@@ -220,7 +236,19 @@ def may_ask_for(g: Giving, giver: Giver, namespace: U64) -> bool:
 @native
 def has_work(giver: Giver) -> bool:
     """Whether something is leaving, or is to."""
-    return giver.pending != 0 or giver.heard - giver.used >= size_of(Request)
+    return giver.pending != 0 or whole_request(giver)
+
+
+@native
+def whole_request(giver: Giver) -> bool:
+    """Whether all of the next request is there, or enough of it to see that it is none."""
+    there = giver.heard - giver.used
+    if there < size_of(Request):
+        return False
+    asked = Request.at(giver.buffer + giver.used)
+    if asked.kind != _CHAIN or asked.start > MAX_CHAIN:
+        return True
+    return there >= size_of(Request) + asked.start * KEY_BYTES
 
 
 @native
@@ -230,18 +258,31 @@ def room_for_requests(giver: Giver) -> U64:
         giver.heard -= giver.used
         move(giver.buffer, giver.buffer + giver.used, giver.heard)
         giver.used = 0
-    return REQUESTS * size_of(Request) - giver.heard
+    return ROOM_BYTES - giver.heard
+
+
+@native
+def held_of(lane: NativeLane, namespace: U64, request: U64, count: U64) -> U64:
+    """How many of the keys behind a request the index has, counted from the first."""
+    for number in range(count):
+        key = u64_at(request + size_of(Request) + number * KEY_BYTES)
+        if entry_of(lane, namespace, 0 + key[0], 0 + key[1]) == 0:
+            return number
+    return count
 
 
 @native
 def give_next(g: Giving, giver: Giver) -> bool:
     """Have the reply to the next request leave behind the others; False if there is none, or no
     room for one, or Python must hear of what was given before."""
-    if giver.heard - giver.used < size_of(Request) or g.given_count == GIVEN_ROOM:
+    if not whole_request(giver) or g.given_count == GIVEN_ROOM:
         return False
     if giver.count == LEAVING or giver.pending >= GATHER_BYTES:
         return False
     asked = Request.at(giver.buffer + giver.used)
+    if asked.kind > _CHAIN or (asked.kind == _CHAIN and asked.start > MAX_CHAIN):
+        giver.gone = 1
+        return False
     giver.used += size_of(Request)
     reply = giver.leaving[giver.count]
     reply.number = asked.number
@@ -254,7 +295,15 @@ def give_next(g: Giving, giver: Giver) -> bool:
     giver.pending += size_of(Reply)
     lane = g.lane[0]
     at = 0
-    if may_ask_for(g, giver, asked.namespace):
+    if asked.kind == _CHAIN:
+        giver.used += asked.start * KEY_BYTES
+        if may_ask_for(g, giver, asked.namespace):
+            reply.status = COUNTED
+            reply.size = held_of(lane, asked.namespace, address_of(asked), asked.start)
+            if g.knows_all != 0:
+                reply.digest = u64_at(g.knows_all)[0]
+            return True
+    elif may_ask_for(g, giver, asked.namespace):
         at = entry_of(lane, asked.namespace, 0 + asked.key, 0 + asked.rest_of_key)
     if at != 0:
         entry = u64_at(at)
@@ -312,18 +361,41 @@ def gave(g: Giving, giver: Giver, size: U64) -> None:
 def ask_for(t: Taker) -> bool:
     """Have what `draft` says asked for; False if that cannot be now."""
     draft = t.draft[0]
-    if t.count == REQUESTS or t.request_count == REQUESTS or t.broken != 0:
+    more = size_of(Request)
+    if draft.kind == _CHAIN:
+        more += draft.start * KEY_BYTES
+    if t.count == REQUESTS or t.request_bytes + more > ROOM_BYTES or t.broken != 0:
         return False
     if t.count != 0 and t.namespace != draft.namespace:
         return False
     t.namespace = draft.namespace
-    copy(address_of(t.requests[t.request_count]), address_of(draft), size_of(Request))
-    t.request_count += 1
+    copy(t.requests + t.request_bytes, address_of(draft), size_of(Request))
+    t.request_bytes += more
     expected = t.expected[(t.first + t.count) % REQUESTS]
     t.count += 1
     expected.number = draft.number
     expected.start = draft.start
     return True
+
+
+@native
+def ask_for_count(t: Taker, number: U64, namespace: U64, count: U64) -> U64:
+    """Have it asked how many of so many keys are held, in a row from the first. Where the keys
+    are to be written; 0 if that cannot be now."""
+    draft = t.draft[0]
+    draft.number = number
+    draft.key = 0
+    draft.rest_of_key = 0
+    draft.digest = 0
+    draft.start = count
+    draft.namespace = namespace
+    draft.kind = _CHAIN
+    asked = ask_for(t)
+    draft.kind = _BLOCK
+    if not asked:
+        return 0
+    t.expected[(t.first + t.count - 1) % REQUESTS].likely = count
+    return t.requests + t.request_bytes - count * KEY_BYTES
 
 
 @native
@@ -336,6 +408,7 @@ def next_expected(t: Taker) -> None:
 
 # --- Python's side ----------------------------------------------------------------------------
 
+assert REQUESTS * ctypes.sizeof(ctypes_of(Request)) + MAX_CHAIN * KEY_BYTES == ROOM_BYTES
 GIVEN: Final = struct.Struct("=QII")
 assert GIVEN.size == ctypes.sizeof(ctypes_of(NativeGiven))
 REQUEST: Final = struct.Struct("<Q16sQIHH")
@@ -372,23 +445,25 @@ class Givers:
     """The connections on which a home gives blocks. In `pins`, memory of a region's size, stand the
     copies that are leaving. `lane`: the address of the native lane that says who may have what."""
 
-    def __init__(self, lane: int, pins: memoryview) -> None:
+    def __init__(self, lane: int, pins: memoryview, knows_all: int = 0) -> None:
+        """`knows_all`: the address of a word that says whether what the lane's index has not is
+        certainly not held."""
         assert len(pins) == REGION_BYTES
         giving: Any = ctypes_of(Giving)()
         self.native = giving
         self.address = ctypes.addressof(giving)
         self.givers: Any = (ctypes_of(Giver) * NODES)()
         giving.lane = lane
+        giving.knows_all = knows_all
         giving.givers = ctypes.addressof(self.givers)
         self._given = (ctypes_of(NativeGiven) * GIVEN_ROOM)()
         self._given_view = memoryview(self._given).cast("B")
         giving.given = ctypes.addressof(self._given)
-        room_bytes = REQUESTS * REQUEST.size
-        self._requests = bytearray(NODES * room_bytes)
+        self._requests = bytearray(NODES * ROOM_BYTES)
         self._pins = pins.cast("Q")
         for number, giver in enumerate(self.givers):
             giver.fd = -1
-            giver.buffer = address_of_buffer(self._requests) + number * room_bytes
+            giver.buffer = address_of_buffer(self._requests) + number * ROOM_BYTES
             giver.pin = address_of_buffer(pins) + (CELLS_WORD + number * LEAVING) * WORD_BYTES
         self._free = list(range(NODES - 1, -1, -1))
 

@@ -585,7 +585,7 @@ def _room_for(courier: Courier, namespace: U64, count: U64) -> U64:
 
 
 @native
-def _taker_for(courier: Courier, node: U64) -> U64:
+def taker_for(courier: Courier, node: U64) -> U64:
     """The conveyor from a node; NODES if there is none."""
     for i in range(NODES):
         taker = courier.takers[i]
@@ -718,7 +718,7 @@ def _over(courier: Courier, number: U64) -> None:
 
 
 @native
-def _due_by(courier: Courier, until_ns: U64) -> None:
+def due_by(courier: Courier, until_ns: U64) -> None:
     """Something is waited for until then."""
     if until_ns < courier.due_ns:
         courier.due_ns = until_ns
@@ -828,7 +828,7 @@ def _wait_until(courier: Courier, asked: Asked, until_ns: U64) -> None:
     asked.until_ns = until_ns
     if until_ns > asked.end_ns:
         asked.until_ns = asked.end_ns
-    _due_by(courier, 0 + asked.until_ns)
+    due_by(courier, 0 + asked.until_ns)
 
 
 @native
@@ -912,7 +912,7 @@ def _hear_many(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64)
                 why = 0 + HERE
             elif may_be_below(courier, q):
                 why = 0 + BELOW
-            elif _taker_for(courier, home) == NODES:
+            elif taker_for(courier, home) == NODES:
                 courier.wished = home + 1
                 why = 0 + NO_CONVEYOR
         if why != _NO_OBJECTION:
@@ -1063,7 +1063,7 @@ def _objection(courier: Courier, who: Client, q: Question, other: U64, room: U64
         return BELOW
     if room == 0:
         return NO_LANDING
-    if room > SEGMENT_BYTES and _taker_for(courier, courier.homes[bucket]) == NODES:
+    if room > SEGMENT_BYTES and taker_for(courier, courier.homes[bucket]) == NODES:
         courier.wished = courier.homes[bucket] + 1
         return NO_CONVEYOR
     return _NO_OBJECTION
@@ -1219,7 +1219,7 @@ def _ask_for_rest(courier: Courier, number: U64, now_ns: U64) -> None:
     landing = courier.landings[asked.landing]
     landed = courier.table[0].copies[landing.copy]
     digest = _swap64(landed.digest)
-    place = _taker_for(courier, asked.home)
+    place = taker_for(courier, asked.home)
     if not _ask_conveyor(courier, place, number, digest, SEGMENT_BYTES, now_ns):
         give_up(courier, number, NO_CONVEYOR)
         return
@@ -1236,7 +1236,7 @@ def _ask_for_followers(courier: Courier, number: U64, now_ns: U64) -> None:
     leader = courier.asked[number]
     if leader.first_follower == _NOWHERE:
         return
-    place = _taker_for(courier, leader.home)
+    place = taker_for(courier, leader.home)
     while leader.first_follower != _NOWHERE:
         i = _take_follower(courier, leader)
         courier.next_serial += 1
@@ -1267,7 +1267,7 @@ def _ask_conveyor(
     taker.expected[(taker.first + taker.count - 1) % REQUESTS].likely = asked.promised
     if first:
         taker.until_ns = now_ns + courier.silence_ns
-        _due_by(courier, 0 + taker.until_ns)
+        due_by(courier, 0 + taker.until_ns)
     courier.unsent = 1
     asked.state = _ON_CONVEYOR
     return True
@@ -1545,7 +1545,7 @@ def give_up(courier: Courier, number: U64, why: U64) -> None:
         landing.state = LANDING_FREE
     elif asked.state == _ON_CONVEYOR:
         # What is still coming of it is thrown away: the landing place may be another's at once.
-        place = _taker_for(courier, asked.home)
+        place = taker_for(courier, asked.home)
         if place < NODES:
             taker = courier.takers[place]
             if taker.taking != 0 and taker.expected[taker.first].number == asked.serial:

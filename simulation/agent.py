@@ -42,7 +42,7 @@ from kvcast.protocol.messages.control import (
     Registered,
 )
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac
-from kvcast.protocol.messages.questions import PUT
+from kvcast.protocol.messages.questions import EXISTS, PUT
 from kvcast.protocol.messages.roce import SHARED_CHUNKING
 from kvcast.protocol.messages.shared import index_bytes
 from kvcast.protocol.messages.wire import UDP_PORT, decode, encode
@@ -140,6 +140,7 @@ class HostObserver(Protocol):
 
 
 _PUT: Final = PUT.to_bytes(2, "little")
+_EXISTS: Final = EXISTS.to_bytes(2, "little")
 _LANDINGS_SHARE: Final = 8
 """Landing places of the courier take more of these small arenas than of real ones."""
 
@@ -555,6 +556,11 @@ class SimAgent(Process):
             self._end_courier()
             self.pump()
             return
+        if question[:2] == _EXISTS:
+            assert courier.lookups.hear(number, question, self.now), "an honest client's exists"
+            self._end_courier()
+            self.pump()
+            return
         self._send_reads(courier.hear(number, question, self.now))
         self._end_courier()
         self.pump()
@@ -638,7 +644,10 @@ class SimAgent(Process):
     def _set_timer(self) -> None:
         when = self.core.get_timer(self.now)
         if self.courier is not None:
-            times = (when, self.courier.expire(self.now), self.push_side.expire())
+            times = (
+                *(when, self.courier.lookups.expire(self.now), self.courier.expire(self.now)),
+                self.push_side.expire(),
+            )
             self._send_reads(self.courier.reads_to_send())
             self._end_courier()
             when = min((each for each in times if each is not None), default=None)

@@ -21,6 +21,8 @@ from kvcast.protocol.messages import local, shared
 from kvcast.protocol.messages.questions import (
     ACKS,
     ANSWER,
+    COUNTED,
+    EXISTS,
     FIRST_HANDLE,
     GET,
     GET_MANY,
@@ -99,6 +101,7 @@ class Client:
         self._next = 1
         self._asked_courier: dict[int, Callable[[local.Got | None], None]] = {}
         self._asked_to_put: dict[int, Callable[[list[local.PutBlock | None]], None]] = {}
+        self._asked_how_many: dict[int, Callable[[int, bool], None]] = {}
         self._courier: int | None = None
         if agent.courier is not None:
             self._courier = agent.courier.join(self._session)
@@ -256,6 +259,12 @@ class Client:
         number: int = ANSWER.unpack_from(answer)[3]
         if number in self._asked_to_put:
             self._was_put(number, answer)
+            return
+        if number in self._asked_how_many:
+            status, more, _, _, _, _, count, _ = ANSWER.unpack(answer)
+            counted = self._asked_how_many.pop(number)
+            if not self.closed:
+                counted(count, status != COUNTED or more != 0)
             return
         for status, tier, _, _, *found in ANSWER.iter_unpack(answer):
             if status == GIVEN:
@@ -496,15 +505,34 @@ class Client:
         model.exist(host.number, names[:here])
         if here == len(names):
             return
-        number = self._number()
+        namespace = names[0][0]
         token = model.begins(host.number, names[0], "exists", host.world.now + 10.0, frozenset())
 
-        def answered(reply: local.AgentReply) -> None:
-            model.ends(token)
-            if isinstance(reply, local.Ack):
-                model.exist(host.number, names[here : here + reply.count])
+        def ask_agent(here: int) -> None:
+            def answered(reply: local.AgentReply) -> None:
+                model.ends(token)
+                if isinstance(reply, local.Ack):
+                    model.exist(host.number, names[here : here + reply.count])
 
-        self._ask(local.Exists(number, names[0][0], b"".join(keys[here:]), 1.0), number, answered)
+            number = self._number()
+            self._ask(local.Exists(number, namespace, b"".join(keys[here:]), 1.0), number, answered)
+
+        def counted(count: int, more: bool) -> None:
+            host.world.counts["exists.by_the_courier"] += not more
+            model.exist(host.number, names[here : here + count])
+            if more:
+                ask_agent(here + count)
+            else:
+                model.ends(token)
+
+        meaning = self._local.meaning(namespace)
+        if self._courier is None or meaning is None:
+            ask_agent(here)
+            return
+        number = self._number()
+        self._asked_how_many[number] = counted
+        question = QUESTION.pack(EXISTS, namespace, 1000, number, keys[here], meaning)
+        self.agent.ask_courier(self._courier, question + b"".join(keys[here + 1 :]))
 
     def drop(self, name: Name) -> None:
         """Have the pool forget a block."""

@@ -34,7 +34,9 @@ class ConveyorSide(MovedSide):
         settled: Callable[[], None],
     ) -> None:
         pins = memoryview(bytearray(REGION_BYTES))
-        givers = Givers(0 if core.lane is None else core.lane.address, pins)
+        givers = Givers(
+            0 if core.lane is None else core.lane.address, pins, courier.lookups.knows_all_at
+        )
         super().__init__(
             *(world, process, core),
             ours=Table(

@@ -42,11 +42,14 @@ from kvcast.protocol.messages.questions import (
     ACKS,
     ANSWER,
     ASK_AGENT,
+    COUNTED,
+    EXISTS,
     FIRST_HANDLE,
     GET,
     GET_MANY,
     GIVEN,
     HANDLE,
+    MAX_CHAIN,
     MAX_DEADLINE_MS,
     MAX_MANY,
     PUT,
@@ -57,6 +60,7 @@ from kvcast.protocol.messages.questions import (
     ROOM,
     TIERS,
 )
+from kvcast.protocol.messages.shared import NAMESPACES
 from kvcast.protocol.messages.wire import KEY_BYTES
 
 READ_BYTES: Final = 256 * 1024
@@ -91,7 +95,11 @@ class Ask(msgspec.Struct, frozen=True):
     courier: bytes = b""
     """The same for the courier, which may be asked first; `heard_of_courier` hears the answer."""
     about: int = 0
-    """The namespace of such a question, or of a put `_puts_to` it."""
+    """The namespace of such a question, or of a put or an exists `_puts_to` or `_looks_in` it."""
+
+
+class _Counted(local.Ack, frozen=True, tag="counted"):
+    """What the courier has counted, where only the agent knows of the blocks behind those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +154,7 @@ class Conversation:
         self.courier_fd = -1
         """The courier's socket, where there is one; the driver's to take and to close."""
         self._refused: dict[int, int] = {}
-        """By namespace (and for puts `_puts_to` it), how many questions in a row the courier has
+        """By namespace (or `_puts_to`, `_looks_in` it), how many questions in a row the courier has
         handed over,"""
         self._passes: dict[int, int] = {}
         """and how many it is therefore not asked for."""
@@ -320,7 +328,9 @@ class Conversation:
             self._passes[what] = passes - 1
         return not passes
 
-    def heard_of_courier(self, answer: bytes) -> tuple[int, local.Got | local.Committed | None]:
+    def heard_of_courier(
+        self, answer: bytes
+    ) -> tuple[int, local.Got | local.Committed | local.Ack | None]:
         """What the courier has said: to which question, and the answer; None = the agent is to be
         asked. An answer that nobody waits for is to be given back."""
         if not answer or len(answer) % ANSWER.size:
@@ -346,6 +356,9 @@ class Conversation:
                 refused = False
                 room = local.Extent(local.OK, handle, offset) if handle else None
                 put.append(local.PutBlock(local.OK, size_bytes, digest))
+            elif status == COUNTED and len(answer) == ANSWER.size:
+                self._refused.clear()
+                return number, (_Counted if tier else local.Ack)(number, size_bytes)
             else:
                 raise AgentGoneError("the courier is not understood")
         if refused:
@@ -366,7 +379,7 @@ class Conversation:
         refused = self._refused.get(about, 0)
         self._refused[about] = refused + 1
         self._passes[about] = min(max(0, refused + 1 - FREE_REFUSALS) ** 2, MOST_PASSES)
-        if not isinstance(request, local.Get):
+        if not isinstance(request, (local.Get, local.Exists)):
             return Ask(request, max(left_s, 0.001))
         deadline_s = max(0.0, request.deadline_s - (ask.patience_s - left_s))
         return Ask(msgspec.structs.replace(request, deadline_s=deadline_s), max(left_s, 0.001))
@@ -830,14 +843,37 @@ class Conversation:
         # The index of an agent that was killed stays as it was, and says nothing of the pool.
         if self._local is not None and not self.is_cut():
             total = self._local.prefix(namespace, chain)
+        end = time.monotonic() + deadline_s
+        courier = self.has_courier
         while total < len(keys):
-            batch = chain[total * KEY_BYTES : (total + MAX_KEYS) * KEY_BYTES]
-            request = local.Exists(next(self._numbers), namespace, batch, deadline_s)
-            count = yield from self._count(request, deadline_s + GRACE_S)
-            total += count
-            if count * KEY_BYTES < len(batch):
+            number = next(self._numbers)
+            question = b""
+            batch = chain[total * KEY_BYTES : (total + MAX_CHAIN) * KEY_BYTES]
+            if courier:
+                question = self._ask_how_many(number, namespace, batch, deadline_s)
+            if not question:
+                batch = chain[total * KEY_BYTES : (total + MAX_KEYS) * KEY_BYTES]
+            request = local.Exists(number, namespace, batch, deadline_s)
+            ask = Ask(request, deadline_s + GRACE_S, question, _looks_in(namespace))
+            counted = self._checked((yield ask), local.Ack)
+            total += counted.count
+            if isinstance(counted, _Counted):
+                courier = False
+                deadline_s = max(0.0, end - time.monotonic())
+            elif counted.count * KEY_BYTES < len(batch):
                 break
         return total
+
+    def _ask_how_many(self, number: int, namespace: int, chain: bytes, deadline_s: float) -> bytes:
+        """The question for the courier, if it is one for it."""
+        if self._local is None:
+            return b""
+        meaning = self._local.meaning(namespace)
+        if meaning is None or not self._is_to_be_asked(_looks_in(namespace)):
+            return b""
+        deadline_ms = min(int(deadline_s * 1000), MAX_DEADLINE_MS)
+        first, further = chain[:KEY_BYTES], chain[KEY_BYTES:]
+        return QUESTION.pack(EXISTS, namespace, deadline_ms, number, first, meaning) + further
 
     def near(self, namespace: int, keys: Sequence[bytes]) -> int:
         """How many of `keys`, counted from the first without a gap, this node's memory holds; 0
@@ -941,6 +977,11 @@ class Conversation:
 def _puts_to(namespace: int) -> int:
     """As which number the courier's answers to puts of a namespace are remembered."""
     return -1 - namespace
+
+
+def _looks_in(namespace: int) -> int:
+    """The same of `exists` in a namespace."""
+    return -1 - NAMESPACES - namespace
 
 
 def _watch_forks(conversation: Conversation) -> None:

@@ -26,6 +26,7 @@ from math import inf
 from typing import Any, Final, NamedTuple, Protocol
 
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
+from kvcast.hostagent.core.lookups import Lookups
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.spread import Spread
@@ -38,11 +39,10 @@ from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.protocol.conveyor import (
     NODES,
     REPLY,
-    REQUEST,
     REQUESTS,
+    ROOM_BYTES,
     UNWANTED,
     Expected,
-    Request,
     Taker,
 )
 from kvcast.protocol.courier import NOBODY, RECORD, Told
@@ -377,6 +377,9 @@ class Courier:
         self.read_address: int = mine.read
         """and where it lies, with room in front of it."""
         self._free = list(range(MAX_CLIENTS - 1, -1, -1))
+        self.lookups = Lookups(
+            store, self.address, index_address=index_address, index_bits=index_bits
+        )
 
     def _array(self, kind: Any, count: int) -> Any:
         return (ctypes_of(kind) * count)()
@@ -415,6 +418,7 @@ class Courier:
             self.pushes.book(self._now)
             self.pushes.leave(number)
         self.code.leave(self.address, number)
+        self.lookups.code.leave_lookups(self.lookups.address, number)
         self._clients[number].state = 0
         self._holders.pop(number).on_the_courier(lambda _held_bytes: None, lambda _question: None)
         self._free.append(number)
@@ -474,8 +478,8 @@ class Courier:
         """What is to be said on a conveyor."""
         taker = self._takers[number]
         self._courier.unsent = 0
-        count, taker.request_count = taker.request_count, 0
-        return ctypes.string_at(taker.requests, count * REQUEST.size)
+        size_bytes, taker.request_bytes = taker.request_bytes, 0
+        return ctypes.string_at(taker.requests, size_bytes)
 
     def brought(self, number: int, data: bytes, now: float) -> None:
         """A conveyor has brought so much."""
@@ -496,7 +500,10 @@ class Courier:
                 if len(pending) == REPLY.size:
                     ctypes.memmove(header, bytes(pending), REPLY.size)
                     pending.clear()
-                    self.code.reply_came(self.address, native)
+                    lookups = self.lookups
+                    mine = lookups.code.counted_came(lookups.address, native, number, _ns(now))
+                    if not mine:
+                        self.code.reply_came(self.address, native)
                 continue
             part = data[at : at + taker.size - taker.there]
             at += len(part)
@@ -530,13 +537,14 @@ class Courier:
         for number, taker in enumerate(self._takers):
             if taker.node == NOBODY:
                 if not taker.requests:  # most agents have few conveyors, and all are soon to start
-                    requests = self._array(Request, REQUESTS)
+                    requests = bytearray(ROOM_BYTES)
                     expected = self._array(Expected, REQUESTS)
                     self._kept += [requests, expected]
-                    taker.requests, taker.expected = map(ctypes.addressof, (requests, expected))
+                    taker.requests = address_of_buffer(requests)
+                    taker.expected = ctypes.addressof(expected)
                 taker.node = node
                 self._conveyed.add(node)
-                taker.broken = taker.request_count = taker.first = taker.count = taker.taking = 0
+                taker.broken = taker.request_bytes = taker.first = taker.count = taker.taking = 0
                 return number
         return None
 
@@ -587,6 +595,7 @@ class Courier:
     def prepare(self, now: float) -> None:
         """From now on the courier runs, until `book`."""
         self._now = now
+        self.lookups.prepare(self._outbox.pool)
         shunned = self._shunned
         if shunned and min(shunned.values()) <= now:
             self._shunned = {home: until for home, until in shunned.items() if until > now}
@@ -972,6 +981,7 @@ class Courier:
         for name in CourierCounters.__slots__:
             values[f"courier_{name}"] = float(getattr(self.counters, name))
         totals = {f"{name}_total": value for name, value in values.items()}
+        totals |= self.lookups.values()
         return totals if self.pushes is None else totals | self.pushes.values()
 
     @property

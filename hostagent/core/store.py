@@ -595,6 +595,15 @@ class Store:
         blocks = [BlockId(namespace, key) for key in keys_of(chain)]
         return bits_of(block in self._index or self.lies_below(block) for block in blocks)
 
+    @property
+    def is_all_in_index(self) -> bool:
+        """Whether the index in shared memory has every block that the store has, and there is no
+        other place where one may lie."""
+        only_here = isinstance(self.below, _NothingBelow) and self.beyond is None
+        if self.recovery is not None or not only_here:
+            return False
+        return self.elsewhere.held(0, b"")[1] == len(self._index)
+
     def lies_below(self, block: BlockId) -> bool:
         """Whether a block can be had from where copies go."""
         return self.below.holds(block) or (self.beyond is not None and self.beyond.holds(block))

@@ -53,7 +53,6 @@ from kvcast.protocol.conveyor import (
     Givers,
     Giving,
     Reply,
-    Request,
     Taker,
     gave,
     give_next,
@@ -61,6 +60,7 @@ from kvcast.protocol.conveyor import (
     room_for_requests,
 )
 from kvcast.protocol.courier import Courier, block_came, cut_off, progressed, reply_came
+from kvcast.protocol.lookups import Lookups, counted_came
 
 TURN_BYTES: Final = 4 << 20
 """How much one connection may bring, or take, before others have their turn."""
@@ -73,6 +73,7 @@ class Conveyors(Struct):
 
     courier: Ptr[Courier]
     """Whose takers the connections that bring blocks belong to."""
+    lookups: Ptr[Lookups]
     landings: Ptr[Landing]
     """By taker: its socket, and what comes next."""
     giving: Ptr[Giving]
@@ -94,10 +95,10 @@ def send_requests(c: Conveyors) -> None:
     courier.unsent = 0
     for i in range(NODES):
         t = courier.takers[i]
-        if t.request_count != 0:
-            size = t.request_count * size_of(Request)
-            t.request_count = 0
-            if write(c.landings[i].fd, address_of(t.requests), size) != signed(size):
+        if t.request_bytes != 0:
+            size = 0 + t.request_bytes
+            t.request_bytes = 0
+            if write(c.landings[i].fd, t.requests, size) != signed(size):
                 cut_off(courier, t)
 
 
@@ -151,7 +152,8 @@ def take_blocks(c: Conveyors, number: U64, now_ns: U64) -> None:
             header_bytes += size_of(Reply)
         if header_bytes == size_of(Reply):
             header_bytes = 0
-            reply_came(courier, t)
+            if not counted_came(c.lookups[0], t, number, now_ns):
+                reply_came(courier, t)
         expect(s, t, header_bytes)
     if t.count == 0 and t.broken == 0:
         # Whatever comes now was not asked for, or is the end.
@@ -286,9 +288,10 @@ class ConveyorSockets:
         self.gives = lane != 0
         conveyors: Any = ctypes_of(Conveyors)()
         self._conveyors = conveyors
-        self._gives = Givers(lane, pins)
+        self._gives = Givers(lane, pins, courier.lookups.knows_all_at)
         self.address = ctypes.addressof(conveyors)
         conveyors.courier = courier.address
+        conveyors.lookups = courier.lookups.address
         conveyors.giving = self._gives.address
         self._landings = Landings(NODES, hashing)
         conveyors.landings = self._landings.address

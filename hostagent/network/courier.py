@@ -99,7 +99,17 @@ from kvcast.protocol.courier import (
     next_read,
 )
 from kvcast.protocol.lane import JOBS, Lane, NativeLane, answer
-from kvcast.protocol.messages.questions import MAX_MANY, PUT, PUT_QUESTION, ROOM
+from kvcast.protocol.lookups import expire_lookups, hear_lookup
+from kvcast.protocol.messages.questions import (
+    EXISTS,
+    KEY,
+    MAX_CHAIN,
+    MAX_MANY,
+    PUT,
+    PUT_QUESTION,
+    QUESTION,
+    ROOM,
+)
 from kvcast.protocol.messages.shared import WORD_BYTES
 from kvcast.protocol.placement import (
     ALL_PLACED,
@@ -142,7 +152,9 @@ _ROUNDS: Final = 4
 """Of frames, before others have their turn."""
 _MAX_DESCRIPTORS: Final = 65_536
 """A client with a higher one asks the agent for everything."""
-_QUESTION_BYTES: Final = PUT_QUESTION.size + (MAX_MANY - 1) * ROOM.size
+_QUESTION_BYTES: Final = max(
+    PUT_QUESTION.size + (MAX_MANY - 1) * ROOM.size, QUESTION.size + (MAX_CHAIN - 1) * KEY.size
+)
 """The longest."""
 _SPARE: Final = 8
 """Room for more than a question, so that what is too long shows."""
@@ -289,6 +301,13 @@ def serve(w: Waiting, client: U64, now_ns: U64) -> None:
         push_all(w.pushes[0], now_ns)
         send_answers(w)
         return
+    if got > 1 and u16_at(w.question)[0] == EXISTS:
+        lookups = w.conveyors[0].lookups[0]
+        if not hear_lookup(lookups, client, w.question, unsigned(got), now_ns):
+            who.state = CLIENT_OFFENDS
+            w.attention = 1
+        send_all(w)
+        return
     told = hear(courier, client, w.question, unsigned(got), now_ns)
     if told == OFFENCE:
         who.state = CLIENT_OFFENDS
@@ -372,6 +391,7 @@ def wait_for_more(w: Waiting, timeout_ms: I64) -> U32:
     giving = conveyors.giving[0]
     pushes = w.pushes[0]
     pushing = pushes.pushing[0]
+    lookups = conveyors.lookups[0]
     now_ns = now_of(w)
     end_ns = now_ns + unsigned(timeout_ms) * _NS_A_MS
     watch_until_ns = now_ns + WATCH_NS
@@ -390,7 +410,10 @@ def wait_for_more(w: Waiting, timeout_ms: I64) -> U32:
             until_ms = signed((tell_by_ns - now_ns + _NS_A_MS - 1) // _NS_A_MS)
             if pause_ms < 0 or until_ms < pause_ms:
                 pause_ms = until_ms
+        looked_until_ns = expire_lookups(lookups, now_ns)
         next_ns = expire(courier, now_ns)
+        if next_ns == 0 or (looked_until_ns != 0 and looked_until_ns < next_ns):
+            next_ns = looked_until_ns
         if next_read(courier):
             send_reads(w)
         send_answers(w)
@@ -407,7 +430,7 @@ def wait_for_more(w: Waiting, timeout_ms: I64) -> U32:
         untold = untold or pushing.landed_count != 0
         if pushing.in_flight != 0 and (pause_ms < 0 or pause_ms > _LOOK_MS):
             pause_ms = signed(0 + _LOOK_MS)
-        in_flight = courier.in_flight + pushing.in_flight
+        in_flight = courier.in_flight + pushing.in_flight + lookups.in_flight
         watching = in_flight != 0 and w.vain == 0 and now_ns < watch_until_ns
         soon = now_ns < w.soon_ns and w.attention == 0
         if give_more(conveyors, now_ns) or watching or soon or w.attention != 0:
@@ -449,7 +472,7 @@ def wait_for_more(w: Waiting, timeout_ms: I64) -> U32:
                     giving.ready |= giver.ready
             elif role >= _TAKERS:
                 take_blocks(conveyors, role - _TAKERS, now_ns)
-                send_answers(w)
+                send_all(w)
             elif role != 0:
                 # Else it is heard after the records were taken.
                 if courier.clients[role - 1].state == CLIENT_HERE and may_hear(courier):

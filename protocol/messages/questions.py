@@ -33,16 +33,22 @@ ROOM: Final = struct.Struct("=16sQ")
 ACKS: Final = ("", "home", "local", "replicas")
 """What is to be waited for, as `local.Put` says it; the first: as the agent does."""
 ACK_BY_DEFAULT, ACK_HOME, ACK_LOCAL, ACK_REPLICAS = range(len(ACKS))
+EXISTS: Final = 5
+"""How many of these blocks are there, counted from the first without a gap? As GET_MANY, with up to
+`MAX_CHAIN` keys. The answer is COUNTED, or ASK_AGENT."""
+MAX_CHAIN: Final = 1024
 MAX_DEADLINE_MS: Final = 3_600_000
 
 ANSWER: Final = struct.Struct("=HHI5Q")
 """GIVEN: tier (of `TIERS`), 0, the question's number, handle, offset in the arena, size in bytes,
 digest. ASK_AGENT: the number; all else is 0. PUT_HOME: 0, 0, the number, ticket and offset of the
 room for the next block of this namespace and size (0: there is none), how many homes have the
-block, as far as that was waited for, its digest."""
+block, as far as that was waited for, its digest. COUNTED: 1 where only the agent knows of the
+blocks behind those that were counted, else 0; 0, the number, 0, 0, how many are there, 0."""
 GIVEN: Final = 1
 ASK_AGENT: Final = 2
 PUT_HOME: Final = 3
+COUNTED: Final = 4
 TIERS: Final = ("home", "shared", "switch")
 COURIER_BYTES: Final = (MAX_MANY + 1) * ANSWER.size
 """For who reads an answer: more than one has."""

@@ -14,7 +14,7 @@ import time
 import pytest
 from kvcast.bench.incast import home_keys
 from kvcast.hostagent import membarrier
-from kvcast.hostagent.client import KvcastError
+from kvcast.hostagent.client import AsyncClient, KvcastError
 from kvcast.topologies.pool import Pool
 from two_agents import HOME, PATIENCE_S, TwoClients, content_of, on_a_pool, on_clients
 
@@ -84,6 +84,32 @@ def test_many_blocks_come_by_one_question(engines: Engines, keys: list[bytes]) -
     stats = engines.other.stats()
     assert stats["gets_total"] == 36
     assert stats["misses_total"] == 6
+
+
+@on_clients(Engines)
+def test_how_long_a_prefix_is_there_is_counted_by_the_courier(
+    engines: Engines, keys: list[bytes]
+) -> None:
+    held, absent = keys[:20], keys[20:]
+    for key in held:
+        engines.put(key, 2_000)
+    engines.get(held[3], 2_000)
+
+    async def count(chain: list[bytes]) -> int:
+        async with await AsyncClient.connect(str(engines.pool.sockets["node-1"])) as client:
+            return await client.exists(engines.namespace, chain, PATIENCE_S)
+
+    lookups = 0.0
+    until = time.monotonic() + PATIENCE_S
+    while lookups < 10:  # the first finds no conveyor
+        assert time.monotonic() < until
+        assert engines.other.exists(engines.namespace, held, PATIENCE_S) == 20
+        assert engines.other.exists(engines.namespace, keys, PATIENCE_S) == 20
+        assert engines.other.exists(engines.namespace, held * 60, PATIENCE_S) == 1200
+        assert engines.other.exists(engines.namespace, [*held[:7], absent[0]], PATIENCE_S) == 7
+        assert engines.other.exists(engines.namespace, absent, PATIENCE_S) == 0
+        assert asyncio.run(count([*held[1:], *absent])) == 19
+        lookups = engines.other.stats()["courier_lookups_total"]
 
 
 @on_clients(Engines, arena_of_disks="64m")

@@ -651,7 +651,12 @@ CONVEYOR_BRINGS = "as a home, brings by a conveyor what was not asked for"
 
 @mutation(
     "a conveyor gives every namespace",
-    {CONVEYOR_ASKS: ["test_what_a_node_may_not_use_is_not_given"]},
+    {
+        CONVEYOR_ASKS: [
+            "test_what_a_node_may_not_use_is_not_given",
+            "test_a_home_counts_nothing_that_the_node_may_not_use",
+        ]
+    },
 )
 def _conveyor_asks() -> AbstractContextManager[object]:
     return recompiled("may_ask_for", "any_reader_of_a_conveyor", CONVEYOR)
@@ -671,6 +676,18 @@ def _conveyor_brings() -> AbstractContextManager[object]:
 )
 def _conveyor_copies() -> AbstractContextManager[object]:
     return recompiled("is_of", "of_any_copy", COURIER)
+
+
+LOOKUPS = "kvcast.protocol.lookups"
+COUNTS = "as a home, says that it holds more than it was asked about"
+
+
+@mutation(
+    "a home counts as many as it likes",
+    {COUNTS: ["test_a_home_that_says_what_cannot_be_is_believed_nothing"]},
+)
+def _counts() -> AbstractContextManager[object]:
+    return recompiled("is_right_count", "any_count", LOOKUPS)
 
 
 PUSHING = "kvcast.protocol.pushing"
