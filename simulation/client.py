@@ -18,6 +18,7 @@ from kvcast.hostagent.client.local_blocks import Found, LocalBlocks
 from kvcast.hostagent.core.sessions import Session
 from kvcast.hostagent.core.writes import ACK_LOCAL
 from kvcast.protocol.messages import local, shared
+from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.questions import (
     ACKS,
     ANSWER,
@@ -39,15 +40,20 @@ from kvcast.protocol.messages.questions import (
 from kvcast.protocol.messages.wire import KEY_BYTES, BlockId
 from kvcast.protocol.requester.events import MissReason
 from kvcast.simulation.model import Model, Name, ViolationError
+from kvcast.simulation.plan import PARTS
 
 if TYPE_CHECKING:
     from kvcast.simulation.agent import SimAgent
+    from kvcast.simulation.namespaces import Operator
 
 PUT_BOUND_S: Final = 8.0
 """By when a put ends: the homes' time-outs one after the other, and more."""
 
 PATIENT_S: Final = 3.0
 """A get that waits less may miss a block because of a few time-outs."""
+
+_FINDS_AGAIN: Final = 0.6
+"""How often a client that hears that a namespace is not known asks for it by what it stands for."""
 
 _LATE_PINS: Final = 0.1
 """How often a client that lets go of a block pins it once more, too late."""
@@ -78,8 +84,14 @@ class Client:
         model: Model,
         owed: Owed,
         before: Callable[[Name], tuple[bytes, int]],
+        operator: Operator,
     ) -> None:
-        """`before`: which block is before another in its prefix, and how many are."""
+        """`before`: which block is before another in its prefix, and how many are; `operator`: who
+        may delete namespaces."""
+        self._operator = operator
+        self._numbers: dict[int, int] = {}
+        """By number of the plan, what this client was told to stand for it, if it has asked."""
+        self._finding: set[int] = set()
         self.agent = agent
         self._host = agent.host
         self._model = model
@@ -97,6 +109,7 @@ class Client:
             max_bytes=self._session.max_pinned_bytes,
         )
         self._rng = agent.host.world.stream(f"pins/{agent.host.number}/{agent.host.lives}")
+        self._finds = agent.host.world.stream(f"finds/{agent.host.number}/{agent.host.lives}")
         self._waiting: dict[int, Callable[[local.AgentReply], None]] = {}
         self._next = 1
         self._asked_courier: dict[int, Callable[[local.Got | None], None]] = {}
@@ -132,6 +145,31 @@ class Client:
         self._next += 1
         return self._next
 
+    # --- namespaces -------------------------------------------------------------------------
+
+    def known(self, name: Name) -> Name:
+        """A block of the plan, as this client names it."""
+        return self._numbers.get(name[0], name[0]), name[1]
+
+    def _is_unknown(self, number: int) -> None:
+        """The agent does not know a namespace: find it by what it stands for, as engines do."""
+        planned = self._operator.planned(number)
+        if not self._operator.acts or planned in self._finding or planned not in PARTS:
+            return
+        if self._finds.random() >= _FINDS_AGAIN:
+            return
+        self._finding.add(planned)
+        request = self._number()
+
+        def found(reply: local.AgentReply) -> None:
+            self._finding.discard(planned)
+            if isinstance(reply, local.FoundNamespace):
+                self._host.world.counts["namespaces_found_again"] += 1
+                self._numbers[planned] = reply.info.namespace
+                self._local.told(reply.info.namespace, meaning_of(reply.info))
+
+        self._ask(local.FindNamespace(request, *PARTS[planned]), request, found)
+
     # --- gets -------------------------------------------------------------------------------
 
     def get(
@@ -163,6 +201,7 @@ class Client:
             )
             for name in names
         ]
+        gone = self._operator.is_gone(self.agent, namespace)
         keys = [key for _, key in names]
         asked: list[tuple[Name, int]] = []
         here = self._local.take(namespace, keys)
@@ -172,7 +211,7 @@ class Client:
             else:
                 world = host.world
                 world.counts["get.without_a_message"] += 1
-                self._take(name, token, _as_got(found), hold_s, found)
+                self._take(name, token, _as_got(found), hold_s, found, gone=gone)
                 if then is not None:
                     then(name, True)
         if not asked:
@@ -200,7 +239,7 @@ class Client:
                 assert isinstance(reply, local.Failed), reply
                 blocks = [local.GotBlock(reply.status, reply.reason)] * len(asked)
             for (name, token), block in zip(asked, blocks, strict=True):
-                self._take(name, token, block, hold_s, None)
+                self._take(name, token, block, hold_s, None, gone=gone)
                 if then is not None:
                     then(name, block.status == local.OK)
 
@@ -284,6 +323,8 @@ class Client:
         block: local.GotBlock,
         hold_s: float,
         found: Found | None,
+        *,
+        gone: bool,
     ) -> None:
         host, model, world = self._host, self._model, self._host.world
         request = model.ends(token)
@@ -292,6 +333,8 @@ class Client:
         if block.status != local.OK:
             if block.reason:
                 world.counts[f"miss.{block.reason}"] += 1
+            if block.status == local.UNKNOWN_NAMESPACE:
+                self._is_unknown(name[0])
             still = self._owed(host.number, name) & request.held
             if block.status == local.MISS and still:
                 raise ViolationError(
@@ -301,7 +344,7 @@ class Client:
                 )
             return
         content = self._bytes(block)
-        model.got(host.number, name, content, block.tier)
+        model.got(host.number, name, content, block.tier, gone=gone)
 
         def look_again() -> None:
             if self.closed:
@@ -376,6 +419,8 @@ class Client:
         def allocated(reply: local.AgentReply) -> None:
             if isinstance(reply, local.Failed):
                 world.counts[f"put.{reply.status}"] += len(names)
+                if reply.status == local.UNKNOWN_NAMESPACE:
+                    self._is_unknown(names[0][0])
                 return
             assert isinstance(reply, local.Allocated)
             rooms = []

@@ -28,12 +28,13 @@ from kvcast.protocol.messages.ethernet import parse_ip
 from kvcast.protocol.messages.wire import BlockId, bucket_of, chunking_for
 from kvcast.protocol.requester import RequesterConfig
 from kvcast.protocol.responder import ResponderConfig
-from kvcast.simulation.agent import CoreFactory, HostOptions, SimHost, agent_core
+from kvcast.simulation.agent import CoreFactory, HostOptions, SimAgent, SimHost, agent_core
 from kvcast.simulation.client import Client
-from kvcast.simulation.controller import SimController
+from kvcast.simulation.controller import ControllerProcess, SimController
 from kvcast.simulation.disk import SimDisk
 from kvcast.simulation.held import Held
 from kvcast.simulation.model import Model, Name, Rules, ViolationError
+from kvcast.simulation.namespaces import Operator
 from kvcast.simulation.network import Link, LinkOptions
 from kvcast.simulation.objects import SimObjects
 from kvcast.simulation.plan import (
@@ -134,12 +135,13 @@ class Cluster:
         self.model = Model(
             self.world,
             Rules(
-                rights=plan.rights,
+                rights=dict(plan.rights),
                 ip_of_port={n: 0x0A4D0000 + n for n in range(1, 33)},
                 lease_s=plan.coalesce_lease_s,
                 pool_ip=parse_ip(POOL_ADDRESS),
             ),
         )
+        self.operator = Operator(self.world, self.model, plan, self._controller_process)
         self.switch = SimSwitch(self.world, product.engine, product.program, plan.switch_clock_s)
         self.switch.observer = self.model
         self.model.enabled = lambda: self.switch.up and self.switch.enabled
@@ -203,7 +205,7 @@ class Cluster:
         self._limits = any(
             said.quota_bytes or said.ttl_s or said.policy == "value"
             for said in plan.settings.values()
-        ) or bool(plan.disks or plan.cold)
+        ) or bool(plan.disks or plan.cold or self.operator.acts)
         """Whether there is something in the settings that what hosts hold is judged by."""
         self._latecomers = {n for n in range(1, count + 1) if n > count - plan.latecomers}
 
@@ -241,6 +243,9 @@ class Cluster:
         buckets = list(map(tuple, pool_map.buckets))
         hosts = {nodes: [number[i] for i in nodes] for nodes in set(buckets)}  # few, of 1,024
         self.model.homes_are([hosts[nodes] for nodes in buckets])
+        process = self._controller_process()
+        if process is not None:
+            self.operator.decided(process, pool_map)
 
     def _may_answer(self, guarded: frozenset[tuple[int, str]]) -> None:
         for bucket, node_id in guarded:
@@ -255,18 +260,30 @@ class Cluster:
         number = {node.index: int(node.node_id.removeprefix("node-")) for node in pool_map.nodes}
         self.world.counts["handed_over"] += 1
         for block in self.plan.all_blocks:
-            bucket = bucket_of(block.name[1])
+            name = self._present(block.name)
+            bucket = bucket_of(name[1])
             before = [number[i] for i in former.buckets[bucket][: former.settled]]
             now = [number[i] for i in pool_map.buckets[bucket]]
-            holders = self.model.holders(block.name)
-            held = [n for n in before if self._holds(n, block.name)]
+            holders = self.model.holders(name)
+            held = [n for n in before if self._holds(n, name)]
             if not any(holders.get(n) == self.hosts[n].memory_lives for n in held):
                 continue
-            excused = any(self._has_evicted(n, block.name) for n in now)
-            if now and not excused and not any(self._holds(n, block.name) for n in now):
+            excused = any(self._has_evicted(n, name) for n in now)
+            if now and not excused and not any(self._holds(n, name) for n in now):
                 self._not_handed_over = self._not_handed_over or ViolationError(
                     3, f"hosts {now} took over a bucket without a block that {held} hold"
                 )
+
+    def _present(self, name: Name) -> Name:
+        """A block of the plan, as it is named at present."""
+        return (self.operator.number_of(name[0]), name[1]) if self.operator.acts else name
+
+    def _before(self, name: Name) -> tuple[bytes, int]:
+        return self.plan.before((self.operator.planned(name[0]), name[1]))
+
+    def _controller_process(self) -> ControllerProcess | None:
+        controller = self.primary_controller()
+        return None if controller is None else controller.process
 
     def _holds(self, number: int, name: Name) -> bool:
         """Whether a host has a block in its own memory or on its own disk: what lies in the object
@@ -397,9 +414,12 @@ class Cluster:
         host = self.hosts[number]
         if host.process is None:
             process = host.start()
-            self._clients[number] = Client(process, self.model, self._owed, self.plan.before)
+            self._clients[number] = self._new_client(process)
             if self._limits:
                 self._held[number] = Held(process)
+
+    def _new_client(self, process: SimAgent) -> Client:
+        return Client(process, self.model, self._owed, self._before, self.operator)
 
     def put(self, number: int, namespace: int, key: bytes, content: bytes) -> bool:
         """A client of that host puts a block; whether there is one."""
@@ -552,11 +572,11 @@ class Cluster:
         host = self.hosts[number]
         all_blocks = self.plan.all_blocks
         blocks = [all_blocks[n] for n in op.blocks]
-        names = [block.name for block in blocks]
 
         def act() -> None:
             if client.closed:
                 return
+            names = [client.known(block.name) for block in blocks]
             match op.kind:
                 case "get" | "group_get":
                     for hostile in self.hostiles:
@@ -572,16 +592,20 @@ class Cluster:
                         then=functools.partial(self._shed, number) if op.sheds else None,
                     )
                 case "put":
-                    client.put(names[0], blocks[0].copies[op.copy])
+                    client.put(names[0], self.operator.copy_of(blocks[0], op.copy))
                 case "put_many":
-                    copies = [each.copies[op.copy % len(each.copies)] for each in blocks]
+                    copies = [self.operator.copy_of(each, op.copy) for each in blocks]
                     client.put_many(names, copies, op.ack)
                     if op.leaves_after_s is not None:
                         self.world.after(op.leaves_after_s, lambda: self._leave(number, client))
                 case "half_put":
-                    client.put(names[0], blocks[0].copies[op.copy], give_up=True)
+                    content = self.operator.copy_of(blocks[0], op.copy)
+                    client.put(names[0], content, give_up=True)
                 case "exists":
-                    client.exists([b.name for b in self.plan.blocks if b.name[0] == names[0][0]])
+                    of_it = blocks[0].name[0]
+                    client.exists(
+                        [client.known(b.name) for b in self.plan.blocks if b.name[0] == of_it]
+                    )
                 case "prefetch":
                     client.prefetch(names, op.deadline_s)
                 case "drop":
@@ -600,7 +624,7 @@ class Cluster:
                 return
             client.close()
             self.model.voided(number)
-            self._clients[number] = Client(client.agent, self.model, self._owed, self.plan.before)
+            self._clients[number] = self._new_client(client.agent)
 
         self.hosts[number].when_running(client.agent, leave)
 
@@ -612,7 +636,7 @@ class Cluster:
     def _group_get(self, op: Op) -> None:
         """One of a reader group asks; the others are told to expect the blocks. Or they find each
         other, and all ask."""
-        namespace = self.plan.blocks[op.blocks[0]].name[0]
+        namespace, _ = self._present(self.plan.blocks[op.blocks[0]].name)
         if op.blocks[0] % 2:
             for host in op.hosts:
                 if host in self._clients:
@@ -656,19 +680,20 @@ class Cluster:
         rng = self.world.stream("last look")
         while self._busy():
             self._step_to(self.world.now + 0.1)
-        for block in self.plan.blocks:
-            self._count_strays(block.name)
-            users = [h for h in self._clients if self.model.may_use(h, block.name[0])]
+        for block in (*self.plan.blocks, *self.plan.later):
+            name = self._present(block.name)
+            self._count_strays(name)
+            users = [h for h in self._clients if self.model.may_use(h, name[0])]
             for number in rng.sample(users, min(2, len(users))):
-                self._clients[number].get([block.name], 6.0, hold_s=0.0)
+                self._clients[number].get([name], 6.0, hold_s=0.0)
         self._look_at_more(rng)
         refused: list[str] = []
         for number, client in self._clients.items():
-            name = (OPEN, rng.randbytes(16))
+            name = (self._present((OPEN, b""))[0], rng.randbytes(16))
             client.put(
                 name,
                 rng.randbytes(100),
-                then=functools.partial(_note_refusal, refused, number),
+                then=functools.partial(self._note_refusal, refused, number),
             )
         self._step_to(self.world.now + 0.5)
         while self._busy():
@@ -680,7 +705,7 @@ class Cluster:
     def _look_at_more(self, rng: random.Random) -> None:
         """The same of what was put with others, all of a namespace by one get."""
         for namespace in dict.fromkeys(block.name[0] for block in self.plan.more):
-            names = [block.name for block in self.plan.more if block.name[0] == namespace]
+            names = [self._present(b.name) for b in self.plan.more if b.name[0] == namespace]
             users = [h for h in self._clients if self.model.may_use(h, namespace)]
             for number in rng.sample(users, min(2, len(users))):
                 self._clients[number].get(names, 6.0, hold_s=0.0)
@@ -697,6 +722,13 @@ class Cluster:
         ]
         if keep and not set(keep) & set(self.model.homes_of(name)):
             self.world.counts["strays"] += 1
+
+    def _note_refusal(self, refused: list[str], number: int, status: str) -> None:
+        accepted = ["ok", "no_room", "busy"]  # an arena may be full of what is being read
+        if self.operator.acts:
+            accepted += ["quota", "unknown_namespace"]
+        if status not in accepted:
+            refused.append(f"{status} at host {number}")
 
     def _busy(self) -> bool:
         return self.model.under_way > 0
@@ -737,11 +769,6 @@ class Cluster:
         for controller in self.controllers:
             if controller.process is not None:
                 controller.process.pool.tiers.residency.check()
-
-
-def _note_refusal(refused: list[str], number: int, status: str) -> None:
-    if status not in ("ok", "no_room", "busy"):  # an arena may be full of what is being read
-        refused.append(f"{status} at host {number}")
 
 
 def _agent_options(plan: Plan, node_id: str, mtu_bytes: int) -> AgentOptions:

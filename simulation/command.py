@@ -8,6 +8,7 @@ Owns: the command, its report, and which processes run which seeds. Must not kno
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import multiprocessing
@@ -23,7 +24,7 @@ from kvcast.service import provenance, reports
 from kvcast.service.commands import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from kvcast.service.options import HelpFormatter
 from kvcast.simulation.cluster import Product
-from kvcast.simulation.plan import Mask
+from kvcast.simulation.plan import FEATURES, Mask
 from kvcast.simulation.run import Outcome, run_seed
 from kvcast.simulation.shrink import shrink
 from kvcast.simulation.switch import ENGINES, product_program
@@ -78,12 +79,28 @@ def build_parser() -> argparse.ArgumentParser:
         "do), fN (faults)",
     )
     parser.add_argument(
+        "--features",
+        type=_features,
+        metavar="NAMES",
+        help=f"what every run has, of {'+'.join(FEATURES)}, joined by +: all, or none; without it "
+        "each seed draws what it has",
+    )
+    parser.add_argument(
         "--no-shrink", action="store_true", help="do not look for a smaller form of a failure"
     )
     parser.add_argument(
         "--keep-going", action="store_true", help="do not stop at the first violation"
     )
     return parser
+
+
+def _features(text: str) -> frozenset[str]:
+    if text in ("all", "none"):
+        return frozenset(FEATURES if text == "all" else ())
+    names = frozenset(text.split("+"))
+    if not names <= set(FEATURES):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(FEATURES)}, joined by +")
+    return names
 
 
 _product: Product | None = None
@@ -129,6 +146,8 @@ def outcomes(options: argparse.Namespace) -> Iterator[Outcome]:
 def command_for(seed: int, mask: Mask, engine: str) -> str:
     """What repeats a failure."""
     without = f" --without {mask}" if str(mask) else ""
+    if mask.features is not None:
+        without = f" --features {'+'.join(sorted(mask.features)) or 'none'}{without}"
     return f"python -m kvcast.simulation --first-seed {seed} --seeds 1 --engine {engine}{without}"
 
 
@@ -139,7 +158,7 @@ def tell_violation(outcome: Outcome, options: argparse.Namespace) -> dict[str, A
     print(f"seed {outcome.seed}: invariant {number} violated: {text}")
     for more in filter(None, (outcome.detail, outcome.stories)):
         print(more)
-    mask = options.without
+    mask = options.without or Mask()
     if not options.no_shrink:
 
         def fails(candidate: Mask) -> bool:
@@ -147,7 +166,7 @@ def tell_violation(outcome: Outcome, options: argparse.Namespace) -> dict[str, A
             return again.violation is not None and again.violation[0] == number
 
         if not str(mask):
-            mask, runs = shrink(outcome.seed, fails)
+            mask, runs = shrink(outcome.seed, fails, mask=mask)
             smallest = run_seed(outcome.seed, product(options.engine), mask)
             if smallest.violation is not None:
                 text = smallest.violation[1]
@@ -220,6 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     the seeds that have run."""
     options = build_parser().parse_args(argv)
     options.without = options.without or Mask()
+    options.without = dataclasses.replace(options.without, features=options.features)
     started = time.monotonic()
     next_line = started + PROGRESS_S
     total = _Total()

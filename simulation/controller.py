@@ -16,7 +16,7 @@ from kvcast.controller.core.pool import Plan, Pool, PoolOptions, SavedState
 from kvcast.controller.store import Store
 from kvcast.controller.switch.control_loop import ControlLoop
 from kvcast.protocol.links.control_callee import ControlCallee, EncodedOnce
-from kvcast.protocol.messages.control import PoolMap
+from kvcast.protocol.messages.control import NamespaceSettings, PoolMap
 from kvcast.simulation.streams import Process, StreamDriver, StreamEnd
 from kvcast.simulation.switch import SimSwitch, SwitchConnection, run_coroutine
 from kvcast.simulation.world import World
@@ -56,14 +56,14 @@ class SimController:
         self._decided = decided
         self._may_answer = may_answer
         self._lives = 0
-        self.process: _Process | None = None
+        self.process: ControllerProcess | None = None
 
     def start(self) -> None:
         """Begin a process with what the disk holds."""
         assert not self.alive
         self.alive = True
         self._lives += 1
-        self.process = _Process(self._world, self, self._lives)
+        self.process = ControllerProcess(self._world, self, self._lives)
 
     def crash(self, *, disk_lost: bool) -> None:
         """End the process where it stands."""
@@ -102,7 +102,7 @@ class _WatchedPool(Pool):
         return plan
 
 
-class _Process(Process):
+class ControllerProcess(Process):
     """One life of a controller."""
 
     def __init__(self, world: World, machine: SimController, life: int) -> None:
@@ -193,6 +193,20 @@ class _Process(Process):
 
     def undrain(self, node_id: str) -> None:
         self.pool.undrain(node_id, self._world.now)
+        self._wake()
+
+    def make_namespace(self, parts: tuple[str, str, str, str]) -> int:
+        """Its number."""
+        info, _ = self.pool.make_namespace(*parts, self._world.now)
+        self._wake()
+        return info.namespace
+
+    def set_namespace(self, number: int, settings: NamespaceSettings) -> None:
+        self.pool.configure_namespace(number, settings, self._world.now)
+        self._wake()
+
+    def delete_namespace(self, number: int) -> None:
+        self.pool.delete_namespace(number, self._world.now)
         self._wake()
 
     # --- agents -----------------------------------------------------------------------------

@@ -179,6 +179,8 @@ def _crash_controller(disk_lost: bool) -> Begin:
         if controller is None:
             return None
         controller.crash(disk_lost=disk_lost)
+        if disk_lost or len(cluster.controllers) > 1:
+            cluster.operator.state_lost()
         return lambda: None if controller.alive else controller.start()
 
     return begin
@@ -190,6 +192,7 @@ def _fail_over(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
     if controller is None or len([c for c in cluster.controllers if c.alive]) < 2:
         return None
     controller.crash(disk_lost=False)
+    cluster.operator.state_lost()
     return lambda: None if controller.alive else controller.start()
 
 
@@ -520,6 +523,24 @@ def _put_others(disk: SimDisk, _rng: random.Random) -> None:
         disk.restore(other.picture())
 
 
+def _plan_operator(rng: random.Random, _hosts: int) -> tuple[tuple[int, ...], float, float]:
+    return (), LEAST, rng.choice((0.0, 0.004, rng.uniform(0.0, 0.3), rng.uniform(0.3, 3.0)))
+
+
+def _make_namespace(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    rng = cluster.world.stream(f"fault/{fault.number}")
+    return _nothing if cluster.operator.make(rng) else None
+
+
+def _set_namespace(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    rng = cluster.world.stream(f"fault/{fault.number}")
+    return _nothing if cluster.operator.change(rng) else None
+
+
+def _delete_namespace(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    return cluster.operator.delete(cluster.world.stream(f"fault/{fault.number}"))
+
+
 def _process_of(cluster: Cluster, fault: Fault) -> SimAgent | None:
     host = cluster.hosts.get(fault.hosts[0])
     return None if host is None else host.process
@@ -605,6 +626,9 @@ FAULTS: Final[dict[str, FaultKind]] = {
     "disk_of_another_cluster": FaultKind(_one_host(0.0, 2.0), _put_another_clusters),
     "arena_of_another_cluster": FaultKind(_one_host(0.0, 2.0), _put_another_clusters_arena),
     "clock_set": FaultKind(_one_host(0.0, 2.0), _set_clock),
+    "namespace_made": FaultKind(_plan_operator, _make_namespace),
+    "namespace_set": FaultKind(_plan_operator, _set_namespace),
+    "namespace_deleted": FaultKind(_plan_operator, _delete_namespace),
     "tenants_blast": FaultKind(_blast_plan, _blast),
     "switch_cut": FaultKind(_nobody(0.1, 3.0), _cut_switch),
     "switch_reboot": FaultKind(_nobody(0.0, 2.0), _reboot_switch),

@@ -4,7 +4,9 @@ Owns: these rules, judged from outside by what lies in a store and on its shelf 
 the other. Must not know: how a store keeps to them, or which policy chooses what.
 
 - **Quota.** The extents of a namespace's copies in DRAM, and on the disk, are never more than its
-  quota there, not by one block.
+  quota there, not by one block. Where one becomes smaller, what can go has gone at once, and to
+  what cannot nothing is added.
+- **Deletion.** Of a namespace that the agent knows to be deleted nothing can be had.
 - **Share.** What is assured to a namespace there does not go for the sake of another.
 - **Age.** A copy of a namespace whose blocks live for a time after they were stored is gone when it
   has been there for so long, by the host's own clock, whatever the wall clock says.
@@ -19,7 +21,7 @@ from collections import Counter
 from typing import Final
 
 from kvcast.hostagent.core.agent import MAX_PARKED
-from kvcast.hostagent.core.store import Copy, Store
+from kvcast.hostagent.core.store import COMMITTED, Copy, Store, StoreRules
 from kvcast.protocol.messages.control import NamespaceSettings
 from kvcast.protocol.messages.wire import BlockId
 from kvcast.simulation.agent import SimAgent
@@ -67,8 +69,8 @@ class Held:
         self._process = process
         self._shelves = {"dram": _Shelf(), "ssd": _Shelf()}
         self._settings: dict[int, NamespaceSettings] = {}
-        self._excess: set[tuple[int, str]] = set()
-        """Quotas that have become smaller than what lay there then."""
+        self._excess: dict[tuple[int, str], int] = {}
+        """Quotas that have become smaller than what lay there then: how much that was."""
         self._watched: set[Store] = set()
 
     def look(self) -> None:
@@ -83,6 +85,13 @@ class Held:
         self._look_at_store("dram", core.store, changed)
         if core.ssd is not None:
             self._look_at_store("ssd", core.ssd.shelf, changed)
+        for block in (b for shelf in self._shelves.values() for b in shelf.copies):
+            if block.namespace in core.pool.deleted:
+                raise ViolationError(
+                    0,
+                    f"host {self._process.host.number} holds a block of namespace "
+                    f"{block.namespace}, and knows that it was deleted",
+                )
 
     def _look_at_store(self, tier: str, store: Store, changed: set[int]) -> None:
         self._watch_shares(tier, store)
@@ -124,11 +133,12 @@ class Held:
             used[copy.block.namespace] += copy.reserved_bytes
         for namespace, said in self._settings.items():
             quota = said.quota_bytes.get(tier, 0)
+            before = self._excess.pop((namespace, tier), 0)
             if not quota or used[namespace] <= quota:
-                self._excess.discard((namespace, tier))
-            elif namespace in changed:
-                self._excess.add((namespace, tier))
-            elif (namespace, tier) not in self._excess:
+                continue
+            if namespace in changed or used[namespace] <= before:
+                self._excess[namespace, tier] = used[namespace]
+            else:
                 raise ViolationError(
                     0,
                     f"host {self._process.host.number} holds {used[namespace]} bytes of namespace "
@@ -154,6 +164,28 @@ class Held:
                 )
 
         store._evict = watched  # type: ignore[method-assign]
+        configure = store.configure
+
+        def configured(rules: dict[int, StoreRules]) -> None:
+            configure(rules)
+            for namespace, rule in rules.items():
+                if rule.policy != "value":  # which keeps what is before a pinned block
+                    self._look_at_excess(tier, store, namespace)
+
+        store.configure = configured  # type: ignore[method-assign]
+
+    def _look_at_excess(self, tier: str, store: Store, namespace: int) -> None:
+        quota, used = store.quota_of(namespace), store.namespace_bytes(namespace)
+        if not quota or used <= quota:
+            return
+        for copy in store._by_offset.values():
+            mine = copy.block.namespace == namespace and copy.state == COMMITTED
+            if mine and not copy.pins and store._can_go(copy):
+                raise ViolationError(
+                    0,
+                    f"host {self._process.host.number} goes on holding {copy.block} in {tier}, of "
+                    f"{used} bytes, when the quota becomes {quota}",
+                )
 
     def _look_at_age(self, tier: str, block: BlockId, said: NamespaceSettings) -> None:
         host = self._process.host

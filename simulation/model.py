@@ -214,6 +214,8 @@ class Model:
         # what was put
         self._versions: dict[Name, dict[bytes, None]] = defaultdict(dict)
         self._by_digest: dict[Copy, bytes] = {}
+        self._deleted: set[int] = set()  # namespaces, until they are made again
+        self._retired: dict[Name, set[bytes]] = defaultdict(set)  # put before they were
         self._forged: dict[Copy, tuple[int, bytes]] = {}  # by whom, and the bytes
         self._passed_on: set[Copy] = set()  # forgeries that a plain network has let through
         self._invented: set[Copy] = set()  # forgeries that count as copies now
@@ -240,6 +242,8 @@ class Model:
     def put_begins(self, host: int, name: Name, content: bytes) -> None:
         """From now on these bytes are one copy of the block."""
         self._versions[name][content] = None
+        if name in self._retired:
+            self._retired[name].discard(content)
         digest = int(xxhash.xxh3_64_intdigest(content)) or 1
         self._by_digest[(*name, digest)] = content
 
@@ -250,7 +254,8 @@ class Model:
 
     def acknowledged(self, host: int, life: int, name: Name) -> None:
         """A home has said that it holds the block."""
-        self._holders[name][host] = life
+        if name[0] not in self._deleted:
+            self._holders[name][host] = life
         self._acknowledged[name].add(host)
 
     def put_ended(
@@ -287,6 +292,26 @@ class Model:
     def dropped(self, name: Name) -> None:
         """A client has asked the pool to forget the block."""
         self._holders.pop(name, None)
+
+    def deleted(self, namespace: int) -> None:
+        """An operator has deleted a namespace: nothing of it is owed to anybody."""
+        self._deleted.add(namespace)
+        for name in self._holders:
+            if name[0] == namespace:
+                self._holders[name].clear()
+
+    def retire(self, namespace: int) -> None:
+        """Whoever knows of the deletion is not to be given what was put until now. What is being
+        put may be of either time."""
+        being_put = {r.name for r in self._requests.values() if r.what == "put"}
+        for name, versions in self._versions.items():
+            if name[0] == namespace and name not in being_put:
+                self._retired[name].update(versions)
+
+    def lets_use(self, namespace: int, hosts: frozenset[int]) -> None:
+        """A namespace is there, for these hosts."""
+        self._deleted.discard(namespace)
+        self._rules.rights[namespace] = hosts
 
     def homes_are(self, buckets: list[list[int]]) -> None:
         """The controller has published a map: for every bucket the hosts that are its homes."""
@@ -373,11 +398,16 @@ class Model:
                     f"{request.started_at:.3f} s, should have ended by {request.due:.3f} s",
                 )
 
-    def got(self, host: int, name: Name, content: bytes, tier: str) -> None:
-        """A client was given these bytes."""
+    def got(self, host: int, name: Name, content: bytes, tier: str, *, gone: bool = False) -> None:
+        """A client was given these bytes. `gone`: its agent knew, when it was asked, that nothing
+        is left of what was put before the namespace was deleted."""
         if not self.may_use(host, name[0]):
             raise ViolationError(5, f"host {host} got {_show(name)}, to which it has no right")
         self.is_copy(host, name, content, "got")
+        if gone and content in self._retired[name]:
+            raise ViolationError(
+                1, f"host {host} got of {_show(name)} what was put before it was deleted ({tier})"
+            )
         self.delivered += 1
         self.delivered_by_tier[tier] += 1
 

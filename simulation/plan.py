@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from kvcast.controller.core.namespaces import number_of
-from kvcast.protocol.messages.control import POLICIES, NamespaceSettings
+from kvcast.protocol.messages.control import POLICIES, NamespaceSettings, number_of
 from kvcast.protocol.messages.local import PutAck
 from kvcast.protocol.messages.questions import MAX_MANY
 from kvcast.simulation.model import Name, pending_set_of
@@ -39,6 +38,20 @@ NAMESPACES: Final = tuple(number_of(tenant, "model", "1", "layout") for tenant i
 
 OPEN: Final = NAMESPACES[0]
 """The namespace that every host may use."""
+
+PARTS: Final = {
+    number: (tenant, "model", "1", "layout")
+    for number, tenant in zip(NAMESPACES, TENANTS, strict=True)
+} | {number_of(TENANTS[0], "model", "2", "layout"): (TENANTS[0], "model", "2", "layout")}
+"""What each namespace stands for."""
+
+LATER: Final = list(PARTS)[-1]
+"""A namespace that an operator makes in the middle of a run, for every host."""
+
+FEATURES: Final = ("operator",)
+"""What a run may have beside all else, each in one of `ONE_IN`: an operator who makes, changes and
+deletes namespaces."""
+ONE_IN: Final = 6
 
 
 class Block(NamedTuple):
@@ -124,11 +137,13 @@ _SCALE: Final = frozenset({"node_drained"})
 """What an operator does to a pool that is well; no fault, but it comes among faults."""
 _WEIGHTS: Final = frozenset({"tenants_blast"})
 """Tenants that take all they can get."""
+_OPERATOR: Final = frozenset({"namespace_made", "namespace_set", "namespace_deleted"})
+"""What an operator does to namespaces; no faults, either."""
 _APART: Final = (
     _BULK | _RDMA | _SHARED_WRITES | _SCALE | _DISK | _MORE_DISK | _COLD | _KEPT | _CLOCK | _WEIGHTS
-)
+) | _OPERATOR
 """Drawn apart, each where it can show; so plans in which it cannot stay as they are."""
-MILD: Final = frozenset({"loss", "duplication", "reordering", "corruption", *_SCALE})
+MILD: Final = frozenset({"loss", "duplication", "reordering", "corruption", *_SCALE, *_OPERATOR})
 """Faults that, in their smallest amount, no patient get may fail for."""
 LEAST: Final = 0.1
 
@@ -200,11 +215,15 @@ class Plan:
     """What agents believe that the link carries by which blocks leave over TCP; 0 = not known."""
     more: tuple[Block, ...] = ()
     """Blocks that nobody puts but with others, several at once."""
+    later: tuple[Block, ...] = ()
+    """Those of a namespace that is made in the middle of the run."""
+    features: frozenset[str] = frozenset()
+    """Of `FEATURES`, those that the run has."""
 
     @property
     def all_blocks(self) -> tuple[Block, ...]:
         """By what `Op.blocks` counts."""
-        return self.blocks + self.more
+        return self.blocks + self.more + self.later
 
     def before(self, name: Name) -> tuple[bytes, int]:
         """The key of the block before this one in its prefix (b"" = it is the first), and how many
@@ -216,11 +235,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Mask:
-    """What a run leaves out. `hosts`: how many there are at most; None = as planned."""
+    """What a run leaves out. `hosts`: how many there are at most; None = as planned. `features`:
+    those that it has; None = those that the seed draws."""
 
     ops: frozenset[int] = frozenset()
     faults: frozenset[int] = frozenset()
     hosts: int | None = None
+    features: frozenset[str] | None = None
 
     def __str__(self) -> str:
         parts = [f"hosts={self.hosts}"] if self.hosts is not None else []
@@ -272,9 +293,18 @@ class _Draft:
     ops: list[Op] = field(default_factory=list)
 
 
+def features_of(seed: int) -> frozenset[str]:
+    """The features that a seed draws, each from a source of its own, so that runs without it stay
+    as they are."""
+    return frozenset(
+        name for name in FEATURES if random.Random(f"{seed}/feature/{name}").randrange(ONE_IN) == 0
+    )
+
+
 def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
     """The plan of a seed. `fault_kinds`: how faults of each kind are chosen."""
     rng = random.Random(f"{seed}/plan")
+    features = features_of(seed) if mask.features is None else mask.features
     planned = rng.choice((3, 3, 4, 4, 5, 6))
     count = planned if mask.hosts is None else min(planned, mask.hosts)
     everything, blast, zones = _everything(seed), _blast(seed), _zones(seed)
@@ -299,6 +329,7 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
     draft = _Draft(seed, random.Random(f"{seed}/ops"), planned, rights, blocks)
     _draft_ops(draft)
     more = _draft_many(draft) if seed % 10 in (0, 5, 7) else []
+    later = _draft_operated(draft, more) if "operator" in features else []
     plain = rng.random() < 0.1
     faults = _faults(seed, planned, fault_kinds, hostile=plain)
     # Nothing but the agents themselves stands against a hostile host on a plain network; what
@@ -363,6 +394,12 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
         faults += _drawn_apart(
             *(seed, "blast", planned, fault_kinds, _WEIGHTS, len(faults)), counts=(1,), times=(1,)
         )
+    if "operator" in features:
+        faults += _drawn_apart(
+            *(seed, "operator", planned, fault_kinds, _OPERATOR, len(faults)),
+            counts=(2, 3),
+            times=(1, 2, 3),
+        )
     ticks_wrap_s = (1 << 32) * 64e-6
     return Plan(
         seed=seed,
@@ -370,6 +407,8 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
         rights=rights,
         blocks=tuple(draft.blocks),
         more=tuple(more),
+        later=tuple(later),
+        features=features,
         ops=tuple(op for op in draft.ops if op.number not in mask.ops),
         faults=tuple(f for f in faults if f.number not in mask.faults),
         # Mostly so few that some hosts are no homes, and must read from others.
@@ -564,6 +603,32 @@ def _draft_many(draft: _Draft) -> list[Block]:
             _draft_batch(draft, rng, more, namespace, host, phase, at, size)
             at += rng.uniform(0.01, 0.3)
     return more
+
+
+def _draft_operated(draft: _Draft, more: list[Block]) -> list[Block]:
+    """Hosts put and read blocks of a namespace that is made meanwhile; and they put those of the
+    other namespaces, which may have been deleted, and read them. Drawn apart, as `_draft_many`."""
+    rng = random.Random(f"{draft.seed}/operated")
+    later = [
+        Block((LATER, rng.randbytes(16)), size, (rng.randbytes(size),))
+        for size in (rng.choice((rng.randrange(1, 1025), 3000, 9000)) for _ in range(4))
+    ]
+    there = [*draft.blocks, *more, *later]
+    rights = {LATER: draft.rights[OPEN]} | draft.rights
+    for _ in range(rng.randrange(20, 40)):
+        number = rng.randrange(len(there))
+        if rng.random() < 0.3:
+            number = rng.randrange(len(there) - len(later), len(there))
+        block = there[number]
+        users = sorted(rights[block.name[0]])
+        phase = rng.choice((1, 1, 1, 2))
+        at = rng.uniform(0.0, (CALM_S, CHAOS_S, FINAL_S)[phase])
+        copy = rng.randrange(len(block.copies))
+        _add(draft, phase, at, "put", (rng.choice(users),), (number,), copy=copy)
+        readers = tuple(rng.sample(users, min(len(users), rng.choice((1, 2, 3)))))
+        at += rng.choice((0.0, 0.003, 0.02, 0.3))
+        _add(draft, phase, at, "get", readers, (number,), deadline_s=3.0, sheds=rng.random() < 0.7)
+    return later
 
 
 def _draft_batch(

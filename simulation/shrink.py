@@ -8,6 +8,7 @@ left out for as long as the same invariant is still violated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvcast.simulation.plan import Mask
 from kvcast.simulation.run import plan_of
@@ -17,13 +18,15 @@ StillFails = Callable[[Mask], bool]
 MIN_HOSTS = 2
 
 
-def shrink(seed: int, fails: StillFails, *, budget: int = 200) -> tuple[Mask, int]:
+def shrink(
+    seed: int, fails: StillFails, *, budget: int = 200, mask: Mask | None = None
+) -> tuple[Mask, int]:
     """The smallest mask found with which the seed still fails, and how many runs it took.
 
     `fails` runs the seed under a mask and says whether it fails in the same way; `budget` bounds
-    the runs.
+    the runs; `mask`: with which to begin.
     """
-    mask = Mask()
+    mask = mask or Mask()
     runs = 0
 
     def try_(candidate: Mask) -> bool:
@@ -38,13 +41,16 @@ def shrink(seed: int, fails: StillFails, *, budget: int = 200) -> tuple[Mask, in
 
     plan = plan_of(seed, mask)
     for hosts in range(MIN_HOSTS, len(plan.hosts)):
-        if try_(Mask(mask.ops, mask.faults, hosts)):
+        if try_(replace(mask, hosts=hosts)):
             break
+    for feature in sorted(plan.features):
+        try_(replace(mask, features=plan_of(seed, mask).features - {feature}))
+    plan = plan_of(seed, mask)
     faults = [fault.number for fault in plan.faults]
-    _without(faults, lambda gone: try_(Mask(mask.ops, mask.faults | gone, mask.hosts)))
+    _without(faults, lambda gone: try_(replace(mask, faults=mask.faults | gone)))
     # Actions of the last phase first: a violation ends the run, so they are rarely needed.
     ops = [op.number for op in sorted(plan.ops, key=lambda op: (-op.phase, -op.at))]
-    _without(ops, lambda gone: try_(Mask(mask.ops | gone, mask.faults, mask.hosts)))
+    _without(ops, lambda gone: try_(replace(mask, ops=mask.ops | gone)))
     return mask, runs
 
 

@@ -27,14 +27,14 @@ from kvcast.protocol.messages.control import (
     NamespaceInfo,
     NamespaceSecret,
     NamespaceSettings,
-    hash_of_names,
+    number_of,
 )
 
 MAX_NAMESPACES = 128
 """Each costs the switch a namespace_guard entry a port."""
 MAX_DELETED = 1024
 """Deleted namespaces that agents are still told of; beyond it, the one deleted first is
-forgotten."""
+forgotten, and its number may be given away."""
 MAX_GROUPS = 512
 """Over all namespaces: each holds a multicast group of the switch, from 1024 up."""
 MAX_GROUPS_PER_NAMESPACE = 64
@@ -43,11 +43,6 @@ MAX_GROUP_NODES = 31
 
 class NamespaceError(ValueError):
     """The namespace or group cannot be had; the text says why."""
-
-
-def number_of(tenant: str, model: str, version: str, layout: str) -> int:
-    """The number (1..65535) that a namespace gets unless another has it: BLAKE2b of its parts."""
-    return 1 + hash_of_names(b"kvcast-namespace", (tenant, model, version, layout)) % 0xFFFF
 
 
 class SecretMode(Enum):
@@ -92,7 +87,8 @@ class Namespaces:
     secrets: dict[int, bytes] = field(default_factory=dict, repr=False)
     rules: TenantRules = field(default_factory=TenantRules)
     deleted: dict[int, None] = field(default_factory=dict)
-    """Namespaces that were deleted and not made again, in that order."""
+    """Numbers of namespaces that were deleted, in that order. Nobody is given one of them: a node
+    that has not heard yet, or was away, would take it for what it was."""
     new_secret: Callable[[], bytes] | None = None
     """Makes a secret that nobody can guess; needed where the rules want secrets."""
 
@@ -142,7 +138,8 @@ class Namespaces:
         return info
 
     def delete(self, namespace: int) -> None:
-        """Forget a namespace, its groups and its secret. Who asks for it again makes it anew."""
+        """Forget a namespace, its groups and its secret. Who asks for it again makes it anew, under
+        another number."""
         if self.by_number.pop(namespace, None) is None:
             raise NamespaceError(f"namespace {namespace} does not exist")
         self.secrets.pop(namespace, None)
@@ -171,9 +168,8 @@ class Namespaces:
         if len(self.by_number) >= MAX_NAMESPACES:
             raise NamespaceError(f"all {MAX_NAMESPACES} namespaces are taken")
         number = number_of(*wanted)
-        while number in self.by_number:
+        while number in self.by_number or number in self.deleted:
             number = number % 0xFFFF + 1
-        self.deleted.pop(number, None)
         self.by_number[number] = NamespaceInfo(
             number, tenant, model, version, layout, sorted(nodes or ())
         )

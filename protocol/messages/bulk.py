@@ -35,6 +35,7 @@ from kvcast.protocol.messages.control import (
     NamespaceInfo,
     NodeId,
     hash_of_names,
+    number_of,
 )
 from kvcast.protocol.messages.wire import KEY_BYTES
 from msgspec import Meta, Struct
@@ -202,10 +203,13 @@ CalleeMessage = BulkGo | BulkTaken | BulkDone | BulkBlocks | BulkHeld
 
 def meaning_of(info: NamespaceInfo) -> int:
     """What a namespace stands for and whether its keys have a secret, as 64 bits of BLAKE2b: by it
-    two nodes know that they name the same blocks."""
-    return _meaning(info.tenant, info.model, info.version, info.layout, info.has_secret)
+    two nodes know that they name the same blocks. One that was made again after it was deleted, and
+    so has another number, does not mean the same."""
+    parts = (info.tenant, info.model, info.version, info.layout)
+    return _meaning(info.namespace, parts, info.has_secret)
 
 
 @lru_cache(maxsize=1024)
-def _meaning(tenant: str, model: str, version: str, layout: str, has_secret: bool) -> int:
-    return hash_of_names(b"kvcast-meaning", (tenant, model, version, layout), bytes([has_secret]))
+def _meaning(namespace: int, parts: tuple[str, str, str, str], has_secret: bool) -> int:
+    more = b"" if namespace == number_of(*parts) else namespace.to_bytes(2, "big")
+    return hash_of_names(b"kvcast-meaning", parts, bytes([has_secret]) + more)

@@ -152,6 +152,12 @@ def hash_of_names(purpose: bytes, names: Sequence[str], before: bytes = b"") -> 
     return int.from_bytes(digest.digest(), "big")
 
 
+def number_of(tenant: str, model: str, version: str, layout: str) -> int:
+    """The number (1..65535) that a namespace gets unless that is another's, or was a deleted one's:
+    BLAKE2b of its parts."""
+    return 1 + hash_of_names(b"kvcast-namespace", (tenant, model, version, layout)) % 0xFFFF
+
+
 AT_END = 0xFFFFFFFF
 """How far a node is that has read all."""
 
@@ -328,8 +334,8 @@ class PoolMap(Struct, frozen=True, tag="map"):
     over; its length is `kvcast.protocol.messages.wire.BUCKETS`. `chunk_bytes`: READs are for
     chunks of so many bytes, which all live nodes' networks take (1024, 2048, 4096 or 8192).
     `rdma_address`: where homes send what the switch writes into landing zones, "" = nowhere.
-    `deleted`: namespaces that an operator has deleted, and nobody has made again: their blocks are
-    to be dropped. One that is in neither list was lost, not deleted. `alone`: namespaces whose
+    `deleted`: namespaces that an operator has deleted: their blocks are to be dropped, and no other
+    has their numbers. One that is in neither list was lost, not deleted. `alone`: namespaces whose
     reads gather for nobody, since too few are shared.
     `settled`: of each bucket's list, so many hold its blocks; those behind them (there are none
     where it is 0) are to take over, and are handed the blocks by the others. They are homes like

@@ -26,7 +26,6 @@ from controller_harness import (
     tables_of,
     until,
 )
-from kvcast.controller.core.namespaces import number_of
 from kvcast.protocol.messages.control import (
     Credit,
     GroupReply,
@@ -36,6 +35,7 @@ from kvcast.protocol.messages.control import (
     NamespaceRequest,
     PoolMap,
     Refused,
+    number_of,
 )
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac
 from kvcast.protocol.messages.wire import (

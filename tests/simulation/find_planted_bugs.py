@@ -13,7 +13,6 @@ import logging
 import sys
 import time
 
-from kvcast.simulation.plan import Mask
 from kvcast.simulation.run import plan_of, run_seed
 from kvcast.simulation.switch import ENGINES
 from planted_bugs import BUGS, Bug
@@ -32,10 +31,10 @@ def find(bug: Bug, options: argparse.Namespace) -> bool:
         seed = 0
         while seed < last and time.process_time() - started < options.seconds:
             seed += 1
-            if not bug.may_show(plan_of(seed, Mask())):
+            if not bug.may_show(plan_of(seed, bug.mask)):
                 continue
             runs += 1
-            outcome = run_seed(seed, product)
+            outcome = run_seed(seed, product, bug.mask)
             if outcome.violation is None:
                 continue
             number, text = outcome.violation

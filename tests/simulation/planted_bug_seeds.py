@@ -89,4 +89,7 @@ SEEDS: dict[str, Known] = {
     "a controller that knows nothing begins with the generations of the one before": Known(
         18, 4, 18
     ),
+    "a namespace that is made again is the one that was deleted": Known(2, 2, 5),
+    "agents keep what is deleted": Known(1, 1, 2),
+    "what exceeds a quota that becomes smaller stays": Known(9, 8, 9),
 }

@@ -20,6 +20,7 @@ from unittest import mock
 import p4_edits
 from kvcast.controller.core import pool as controller_pool
 from kvcast.controller.core.membership import Membership
+from kvcast.controller.core.namespaces import Namespaces
 from kvcast.controller.core.placement import Placement
 from kvcast.controller.core.residency import Residency
 from kvcast.hostagent.core import agent as agent_core_module
@@ -63,7 +64,7 @@ from kvcast.protocol.responder import responder
 from kvcast.simulation.cluster import Product
 from kvcast.simulation.faults import DAMAGED, TORN
 from kvcast.simulation.model import pending_set_of
-from kvcast.simulation.plan import Plan
+from kvcast.simulation.plan import Mask, Plan
 from kvcast.simulation.switch import EngineMaker, product_program
 from kvcast.switchsim import loader
 from kvcast.switchsim.ir import Program
@@ -84,6 +85,13 @@ class Bug:
     faults: frozenset[str] = frozenset()
     only: Callable[[Plan], bool] = lambda _plan: True
     """What else a plan must have for it to show."""
+    features: frozenset[str] = frozenset()
+    """What runs have that show it, whatever their seeds draw."""
+
+    @property
+    def mask(self) -> Mask:
+        """With which seeds are run to show it."""
+        return Mask(features=self.features)
 
     def may_show(self, plan: Plan) -> bool:
         """Whether it can show in a run of this plan."""
@@ -101,6 +109,7 @@ def bug(
     *invariants: int,
     faults: Iterable[str] = (),
     only: Callable[[Plan], bool] = lambda _plan: True,
+    features: Iterable[str] = (),
 ) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     """Register a context manager that plants a bug into a class of the product."""
 
@@ -110,7 +119,9 @@ def bug(
             with patch():
                 yield Product(engine, product_program())
 
-        BUGS[name] = Bug(name, frozenset(invariants), plant, frozenset(faults), only)
+        BUGS[name] = Bug(
+            name, frozenset(invariants), plant, frozenset(faults), only, frozenset(features)
+        )
         return patch
 
     return register
@@ -964,3 +975,46 @@ def _address_not_rewritten(data: Json) -> None:
 
 
 __all__ = ["BUGS", "COMMITTED", "Bug"]
+
+
+# --- what an operator does ----------------------------------------------------------------------
+
+
+@bug(
+    "a namespace that is made again is the one that was deleted",
+    1,
+    faults=["namespace_deleted"],
+    features=["operator"],
+)
+def _number_given_again() -> Any:
+    original = Namespaces.namespace
+
+    def namespace(self: Any, *arguments: Any) -> Any:
+        deleted, self.deleted = self.deleted, {}
+        info, made = original(self, *arguments)
+        deleted.pop(info.namespace, None)
+        self.deleted = deleted
+        return info, made
+
+    return mock.patch.object(Namespaces, "namespace", namespace)
+
+
+@bug("agents keep what is deleted", 0, faults=["namespace_deleted"], features=["operator"])
+def _deleted_kept() -> Any:
+    return mock.patch.object(Store, "drop_namespace", return_value=0)
+
+
+@bug(
+    "what exceeds a quota that becomes smaller stays",
+    0,
+    faults=["namespace_set"],
+    features=["operator"],
+)
+def _excess_kept() -> Any:
+    original = Store._apply
+
+    def apply(self: Any, namespace: int, state: Any) -> None:
+        with mock.patch.object(Store, "quota_of", return_value=0):
+            original(self, namespace, state)
+
+    return mock.patch.object(Store, "_apply", apply)

@@ -17,7 +17,7 @@ import pytest
 from kvcast.simulation import command
 from kvcast.simulation.cluster import Product
 from kvcast.simulation.faults import FAULTS
-from kvcast.simulation.plan import Mask
+from kvcast.simulation.plan import FEATURES, Mask, features_of
 from kvcast.simulation.run import Outcome, plan_of, run_seed
 from kvcast.simulation.shrink import shrink
 from kvcast.simulation.switch import ENGINES, product_program
@@ -31,6 +31,8 @@ ONCE_FAILED = frozenset(
     | {800677, 820718, 825138, 830220, 1200157, 1211983, 1250590}
 )
 """What the product, or the simulation itself, once did wrong (docs/simulation.md)."""
+FAILED_WITH = {1300015: "operator", 1300016: "operator"}
+"""The same, in runs with this feature."""
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +48,17 @@ def product() -> Product:
     ],
 )
 def test_no_invariant_is_violated(product: Product, seed: int) -> None:
-    outcome = run_seed(seed, product)
-    repeat = command.command_for(seed, Mask(), ENGINE)
+    mask = Mask(features=frozenset()) if seed in ONCE_FAILED else Mask()
+    outcome = run_seed(seed, product, mask)
+    repeat = command.command_for(seed, mask, ENGINE)
     assert outcome.violation is None, f"{outcome.violation}; repeat with: {repeat}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", sorted(FAILED_WITH))
+def test_no_invariant_is_violated_with_a_feature(product: Product, seed: int) -> None:
+    outcome = run_seed(seed, product, Mask(features=frozenset({FAILED_WITH[seed]})))
+    assert outcome.violation is None, outcome.violation
 
 
 def test_a_seed_is_the_same_run_every_time(product: Product) -> None:
@@ -84,6 +94,28 @@ def test_blocks_are_put_together_in_every_way_and_by_compiled_code(product: Prod
     assert any(len(set(op.blocks)) < len(op.blocks) for _, op in puts)
     assert any(min(op.blocks) < len(plan.blocks) for plan, op in puts)
     assert run_seed(5, product).counts["put.together_by_the_courier"] > 0
+
+
+def test_features_leave_the_rest_of_a_plan_as_it_is() -> None:
+    """What is drawn for one comes from a source of its own, and behind all else."""
+    without = plan_of(9, Mask(features=frozenset()))
+    for feature in FEATURES:
+        plan = plan_of(9, Mask(features=frozenset({feature})))
+        assert plan.features == {feature}
+        assert plan.ops[: len(without.ops)] == without.ops
+        assert plan.faults[: len(without.faults)] == without.faults
+        assert plan.blocks == without.blocks
+    drawn = [features_of(seed) for seed in range(600)]
+    for feature in FEATURES:
+        assert 60 < sum(feature in features for features in drawn) < 140
+
+
+def test_an_operator_makes_changes_and_deletes_namespaces(product: Product) -> None:
+    outcome = run_seed(1300015, product, Mask(features=frozenset({"operator"})))
+    for what in ("namespace_made", "namespace_set", "namespace_deleted"):
+        assert outcome.faults[what]
+    assert outcome.counts["namespaces_deleted"]
+    assert outcome.counts["namespaces_found_again"]
 
 
 def test_what_a_mask_leaves_out_moves_nothing_else() -> None:

@@ -22,7 +22,7 @@ def test_a_violation_comes_with_the_stories_of_its_block(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with BUGS[NAME].plant(ENGINES[ENGINE]) as product:
-        outcome = run_seed(SEEDS[NAME].quick, product)
+        outcome = run_seed(SEEDS[NAME].quick, product, BUGS[NAME].mask)
     assert outcome.violation is not None
     heads = re.findall(r"^host \d+, fetch \d+ of \d+/([0-9a-f]{32}): ", outcome.stories, re.M)
     assert 1 <= len(heads) <= MAX_STORIES

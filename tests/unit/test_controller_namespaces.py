@@ -14,6 +14,7 @@ from kvcast.controller.core.namespaces import MAX_DELETED, NamespaceError, Names
 from kvcast.controller.core.pool import SavedState
 from kvcast.controller.store import Store
 from kvcast.controller.switch.control_loop import StoreError
+from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.control import NamespaceSettings, PoolMap
 from kvcast.protocol.messages.wire import BlockId
 from test_controller_pool import Driver, admit, key
@@ -74,9 +75,25 @@ def test_what_is_deleted_leaves_the_map_the_switch_and_the_pins_and_is_named() -
     assert not driver.pool.tiers.residency.residents
     with pytest.raises(NamespaceError):
         driver.pool.delete_namespace(block.namespace, driver.now)
-    assert driver.namespace() == block.namespace, "who asks for it makes it anew"
+
+
+def test_what_is_made_again_has_another_number_and_means_another() -> None:
+    """Before any map has told of the deletion, too: nodes then hear of both at once."""
+    driver = Driver()
+    driver.join(1, 2)
+    former = driver.pool.namespaces.by_number[driver.namespace()]
     driver.round()
-    assert driver.take(2, PoolMap)[-1].deleted == []
+    driver.take(2, PoolMap)
+    driver.pool.delete_namespace(former.namespace, driver.now)
+    number = driver.namespace()
+    assert number != former.namespace
+    driver.round()
+    told = driver.take(2, PoolMap)[-1]
+    assert told.deleted == [former.namespace]
+    (again,) = told.namespaces
+    assert (again.namespace, again.version) == (number, former.version)
+    assert meaning_of(again) != meaning_of(former)
+    assert driver.namespace() == number
 
 
 def test_blocks_that_may_not_be_in_the_switch_leave_it_and_stay_out() -> None:
@@ -129,7 +146,7 @@ def test_settings_in_the_file_that_make_no_sense_are_an_error(tmp_path: Path) ->
 
 def test_deleted_namespaces_are_remembered_up_to_a_bound() -> None:
     namespaces = Namespaces()
-    for number in range(MAX_DELETED + 100):  # some of which have the same number
+    for number in range(MAX_DELETED + 100):
         info, _ = namespaces.namespace("t", "m", str(number), "l", None)
         namespaces.delete(info.namespace)
         assert len(namespaces.deleted) <= MAX_DELETED

@@ -23,7 +23,7 @@ from kvcast.controller.core import program
 from kvcast.controller.core.adaptive import AdaptiveOptions
 from kvcast.controller.core.admission import ValueOptions
 from kvcast.controller.core.membership import DrainError
-from kvcast.controller.core.namespaces import Namespaces, TenantRules, number_of
+from kvcast.controller.core.namespaces import Namespaces, TenantRules
 from kvcast.controller.core.pool import GUARD_ENTRIES, Close, Pool, PoolOptions, SavedState, Send
 from kvcast.controller.core.reconcile import Change, MatchValue, SwitchState, Verb, apply, diff
 from kvcast.controller.core.tiers import AdmitMode, HeatSample, PinError
@@ -55,6 +55,7 @@ from kvcast.protocol.messages.control import (
     Renew,
     Replicas,
     Residents,
+    number_of,
 )
 from kvcast.protocol.messages.wire import CHUNKINGS, SEGMENT_BYTES, BlockId, bucket_of
 
