@@ -124,7 +124,8 @@ class ColdTier:
         self.epoch_s = epoch_s
         self._ttl_s: dict[int, float] = {}
         """Of the namespaces that are kept here; 0 = for ever."""
-        self._known: BoundedMap[BlockId, None] = BoundedMap(rules.max_known)
+        self._known: BoundedMap[BlockId, float] = BoundedMap(rules.max_known)
+        """By when each had been committed, at the latest."""
         self._to_store: deque[tuple[Copy, int]] = deque()
         self._to_fetch: deque[_Fetch] = deque()
         self._others: deque[Task] = deque()
@@ -154,8 +155,11 @@ class ColdTier:
     # --- the store's side ---------------------------------------------------------------------
 
     def holds(self, block: BlockId) -> bool:
-        """Whether a block is known to be there."""
-        return block in self._known and block.namespace in self._ttl_s
+        """Whether a block is known to be there, and may not have outlived its time."""
+        since, ttl_s = self._known.get(block), self._ttl_s.get(block.namespace)
+        if since is None or ttl_s is None:
+            return False
+        return not ttl_s or since + ttl_s > max(self._now, self._store.now)
 
     def committed(self, copy: Copy) -> None:
         """A copy was committed in DRAM: if it is a home's, it is stored."""
@@ -179,8 +183,8 @@ class ColdTier:
             self._delete(block)
         return known
 
-    def drop_namespace(self, namespace: int) -> None:
-        """Forget all blocks of a namespace."""
+    def drop_namespace(self, namespace: int, *, deleted: bool = True) -> None:
+        """Forget all blocks of a namespace; and if it is `deleted`, delete them."""
         for block in [b for b in self._known if b.namespace == namespace]:
             del self._known[block]
         for prefix in [p for p, number in self._listed.items() if number == namespace]:
@@ -188,8 +192,9 @@ class ColdTier:
             self._unlisted.discard(prefix)
             for errand in (Errand.LIST, Errand.DELETE_ALL):
                 self._again.pop((errand, prefix), None)
-            self._emptying[prefix] = self._empty_task(prefix)
-            self._long.append(self._emptying[prefix])
+            if deleted:
+                self._emptying[prefix] = self._empty_task(prefix)
+                self._long.append(self._emptying[prefix])
         self.wake()
 
     def configure(self, ttl_s: Mapping[int, float]) -> None:
@@ -197,7 +202,7 @@ class ColdTier:
         self._ttl_s = dict(ttl_s)
         for namespace in self._ttl_s:
             prefix = self._prefix_of(namespace)
-            if prefix is not None and prefix not in self._listed:
+            if prefix is not None and self._listed.get(prefix) != namespace:
                 self._listed[prefix] = namespace
                 self._unlisted.add(prefix)
                 if prefix not in self._emptying:
@@ -270,8 +275,8 @@ class ColdTier:
             text = name.removeprefix(prefix)
             if len(text) == 32 and not set(text) - set("0123456789abcdef"):
                 block = BlockId(namespace, bytes.fromhex(text))
-                if block not in self._dropped:
-                    self._known[block] = None
+                if block not in self._dropped and not self.holds(block):
+                    self._known[block] = self._now
 
     # --- errands ------------------------------------------------------------------------------
 
@@ -339,7 +344,7 @@ class ColdTier:
             if dropped:
                 self._others.append(self._delete_task(copy.block, name))
             else:
-                self._known[copy.block] = None
+                self._known[copy.block] = copy.committed_at
                 self._again.pop((Errand.DELETE, name), None)
 
         return Task(Errand.STORE, name, ended, (head, view))

@@ -251,8 +251,9 @@ class Beyond(Protocol):
         """Forget a block; whether it was known."""
         ...
 
-    def drop_namespace(self, namespace: int) -> None:
-        """Forget all blocks of a namespace."""
+    def drop_namespace(self, namespace: int, *, deleted: bool = True) -> None:
+        """Forget all blocks of a namespace. `deleted`: nobody shall find them again; else others
+        may go on using them, under another number perhaps."""
         ...
 
 
@@ -820,9 +821,9 @@ class Store:
         self._remove(copy)
         return True
 
-    def drop_namespace(self, namespace: int) -> int:
+    def drop_namespace(self, namespace: int, *, deleted: bool = True) -> int:
         """Forget every block of a namespace, and what is being written to it; how many blocks
-        there were."""
+        there were. `deleted`: as `Beyond.drop_namespace`."""
         if self.recovery is not None:
             self.recovery.finish()
         self._generation += 1
@@ -831,7 +832,7 @@ class Store:
             del self._gone[block]
         self.below.drop_namespace(namespace)
         if self.beyond is not None:
-            self.beyond.drop_namespace(namespace)
+            self.beyond.drop_namespace(namespace, deleted=deleted)
         gone = [copy for block, copy in self._index.items() if block.namespace == namespace]
         self.elsewhere.withdraw(gone)
         for copy in gone:

@@ -413,7 +413,7 @@ def _replicas_without_bounds() -> AbstractContextManager[object]:
     {BEFORE_SECRET: ["test_what_was_kept_before_the_secret_is_forgotten"]},
 )
 def _kept_before_secret() -> AbstractContextManager[object]:
-    return replaced("kvcast.hostagent.core.store.Store.drop_namespace", lambda _self, _ns: 0)
+    return replaced("kvcast.hostagent.core.store.Store.drop_namespace", lambda _self, _ns, **_: 0)
 
 
 @mutation(
@@ -1398,7 +1398,7 @@ def _windows_without_turns() -> AbstractContextManager[object]:
     {KEPT: ["test_a_deleted_namespaces_space_is_free_at_once_and_it_is_not_asked_for_again"]},
 )
 def _deleted_kept() -> AbstractContextManager[object]:
-    return replaced("kvcast.hostagent.core.store.Store.drop_namespace", lambda _self, _ns: 0)
+    return replaced("kvcast.hostagent.core.store.Store.drop_namespace", lambda _self, _ns, **_: 0)
 
 
 @mutation(

@@ -242,6 +242,22 @@ def test_what_a_store_gives_back_is_believed_if_it_says_what_it_should() -> None
     assert bench.got == [(name(1), b"bytes")] * 3
 
 
+def test_what_has_outlived_its_time_does_not_count_as_held() -> None:
+    bench = Bench()
+    bench.objects[name(1)] = packed(1, b"from before")
+    bench.tier.configure({1: 50.0, 2: 0.0})
+    bench.put(2)
+    bench.put(3, namespace=2)
+    bench.work()
+    blocks = [block(1), block(2), block(3, namespace=2)]
+    bench.store.advance(49.0)
+    assert [bench.tier.holds(each) for each in blocks] == [True, True, True]
+    bench.tier.found(PREFIX, [name(2)])  # listed anew, it is no younger
+    bench.store.advance(50.0)
+    assert [bench.tier.holds(each) for each in blocks] == [False, False, True]
+    assert bench.read(2) == GONE
+
+
 def test_names_that_are_none_of_ours_are_passed_over() -> None:
     bench = Bench()
     bench.tier.configure({1: 0.0})
