@@ -141,6 +141,10 @@ class Turns:
             self._waiting.append(turn)
             try:
                 await asyncio.wait([turn], timeout=TURN_S)
+            except asyncio.CancelledError:
+                if turn.done():  # it had just come: the next one's
+                    self._pass_on()
+                raise
             finally:
                 turn.cancel()
         self._under_way += parts
@@ -148,6 +152,9 @@ class Turns:
     def end(self, parts: int, _: object = None) -> None:
         """They have come, or are not waited for any more."""
         self._under_way -= parts
+        self._pass_on()
+
+    def _pass_on(self) -> None:
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():

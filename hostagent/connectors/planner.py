@@ -58,6 +58,8 @@ class PlannerOptions:
     whole: bool = False
     """Whether the engine cannot compute several tokens behind a prefix that it has not computed:
     then only prompts are loaded of which all but one token come."""
+    keeps: bool = True
+    """Whether the engine uses what came of a load of which something is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +203,7 @@ class Planner:
         self, options: PlannerOptions, counters: Counters, weighing: Weighing | None = None
     ) -> None:
         self._options = options
+        self._keeps = options.keeps and not options.whole
         self._counters = counters
         self._requests: dict[str, _Request] = {}
         self._missing: BoundedMap[bytes, float] = BoundedMap(MOST_MISSING)
@@ -468,7 +471,7 @@ class Planner:
         for number, kept in self._weighing.cut(now, loading, busy_tokens).items():
             request = under_way[number]
             _, first, count = request.loading
-            until = 0 if self._options.whole else count - request.left + kept
+            until = count - request.left + kept if self._keeps else 0
             request.is_cut, request.left = True, kept
             request.loading = (number, first, until)
             self._counters.add("weighed", verdict="cut")
@@ -491,9 +494,10 @@ class Planner:
             return
         came, reason = request.came, request.reason
         request.stage = Stage.DONE
-        self._became(request.offered, came)
+        used = came if came >= count or self._keeps else 0
+        self._became(request.offered, used)
         if self._weighing is not None and not request.is_cut:
-            self._weighing.ended(count, came)
+            self._weighing.ended(count, used)
         if came >= count:
             request.failed = request.is_cut  # so the rest is not asked for again
             self.health.succeeded()

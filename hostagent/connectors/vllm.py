@@ -419,8 +419,10 @@ class _SchedulerHalf:
         self._vllm_config = vllm_config
         self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._options = options
-        whole = _only_whole(vllm_config)
-        self.weighing = Weighing(self._block_tokens, whole=whole) if options.weigh else None
+        whole, keeps = _only_whole(vllm_config), not _is_hybrid(kv_cache_config)
+        self.weighing = (
+            Weighing(self._block_tokens, whole=whole, keeps=keeps) if options.weigh else None
+        )
         self._loaded, self._tell_at = True, 0.0
         self._steps = Steps(getattr(vllm_config, "max_concurrent_batches", 1))
         self.planner = Planner(
@@ -437,6 +439,7 @@ class _SchedulerHalf:
                 load=config.is_kv_consumer,
                 save=config.is_kv_producer,
                 whole=whole,
+                keeps=keeps,
             ),
             counters,
             self.weighing,
@@ -949,7 +952,7 @@ class _WorkerHalf:
             self._table.wait(idle_s)
         elif idle_s and not self._saved:
             time.sleep(LEAST_S / 2)
-        hybrid = len(self._kv_cache_config.kv_cache_groups) > 1
+        hybrid = _is_hybrid(self._kv_cache_config)
         for opened in self._by_layers:  # the step that waited for them is over
             self._table.conclude(opened, "not_awaited")
         self._by_layers.clear()
@@ -1039,11 +1042,17 @@ def _not_by_layers(vllm_config: Any, kv_cache_config: Any) -> str:
         return "steps are scheduled ahead (--no-async-scheduling; no pipeline parallelism)"
     if getattr(vllm_config, "use_v2_model_runner", True):
         return "vLLM's second model runner goes on with what it computed on a load that failed"
-    if len(kv_cache_config.kv_cache_groups) > 1:
+    if _is_hybrid(kv_cache_config):
         return "the model has several cache groups"
     if _computed_in_pieces(vllm_config):
         return "batches are computed in pieces"
     return ""
+
+
+def _is_hybrid(kv_cache_config: Any) -> bool:
+    """Whether the model has several cache groups: then vLLM computes all of a prefix anew if a part
+    of it did not come (`failed_recving`), since a block's id says nothing without its group."""
+    return len(kv_cache_config.kv_cache_groups) > 1
 
 
 def _only_whole(vllm_config: Any) -> bool:

@@ -254,11 +254,12 @@ class _Quotient:
 
 class Weighing:
     """One scheduler's. `block_tokens`: tokens of a block; `whole`: less than a whole chain is of no
-    use to the engine."""
+    use to the engine; `keeps`: of a load that is cut, the engine uses what came."""
 
-    def __init__(self, block_tokens: int, *, whole: bool = False) -> None:
+    def __init__(self, block_tokens: int, *, whole: bool = False, keeps: bool = True) -> None:
         self._block_tokens = block_tokens
         self._whole = whole
+        self._keeps = keeps and not whole
         self._load = _Quotient(MEMORY_BLOCKS)
         self._compute = _Quotient(MEMORY_TOKENS)
         self._came = _Quotient(MEMORY_BLOCKS)
@@ -393,12 +394,13 @@ class Weighing:
             if now - one.since < max(TRIED_LEAST_S, patience * one.count * compute_s):
                 continue
             by_load_s = max(busy_s, (before + one.left) * load_s)
-            if by_load_s <= (busy_s + one.left * compute_s) * (1 + MARGIN):
+            lost = one.left if self._keeps else one.count
+            if by_load_s <= (busy_s + lost * compute_s) * (1 + MARGIN):
                 continue
-            kept = 0 if self._whole else max(0, min(one.left, int(busy_s / load_s) - before))
+            kept = max(0, min(one.left, int(busy_s / load_s) - before)) if self._keeps else 0
             if kept < one.left:
                 cuts[one.number] = kept
-                busy_s += (one.left - kept) * compute_s
+                busy_s += (lost - kept) * compute_s
         return cuts
 
     def _load_now_s(self) -> float:

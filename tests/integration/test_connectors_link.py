@@ -563,6 +563,21 @@ async def test_loads_on_a_slow_link_take_turns_and_on_a_dead_one_nobody_waits_fo
     assert order[-1] == 6
 
 
+async def test_a_load_that_is_given_up_as_its_turn_comes_leaves_it_to_the_next() -> None:
+    turns = Turns()
+    await turns.begin(4, 4)
+    first, second = (asyncio.create_task(turns.begin(4, 4)) for _ in range(2))
+    await asyncio.sleep(0)
+    turns.end(4)
+    first.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await first
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert second.done(), "without its patience"
+
+
 async def test_nothing_is_written_after_the_report(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:

@@ -215,6 +215,40 @@ def test_a_load_that_turns_out_slow_is_cut_once_it_was_tried() -> None:
     assert weighing.cut(1.3, [Loading(1, 50, 3, 0.0)], 30 * TOKENS) == {}
 
 
+def test_a_load_that_is_of_no_use_in_part_is_cut_only_where_all_of_it_is_computed_sooner() -> None:
+    for weighing in (Weighing(TOKENS, keeps=False), Weighing(TOKENS, whole=True)):
+        weighing.computed(100 * TOKENS, 10.0)  # 0.1 s a block
+        weighing.heard(Pace(2, 0.6))
+        # 20 more blocks take 6 s, and 2 s to compute: but with the 30 that came, 5 s.
+        assert weighing.cut(6.0, [Loading(1, 50, 20, 0.0)], 0) == {1: 0}
+        assert weighing.cut(6.0, [Loading(1, 50, 18, 0.0)], 0) == {}
+        # What would come while others are computed is not kept.
+        assert weighing.cut(1.3, [Loading(1, 50, 48, 0.0)], 60 * TOKENS) == {1: 0}
+
+
+def test_an_engine_that_uses_no_part_of_a_load_is_taken_at_its_word() -> None:
+    weighing = Weighing(TOKENS, keeps=False)
+    weighing.computed(100 * TOKENS, 10.0)
+    scheduler = Scheduler(weighing, keeps=False)
+    planner, hashes = scheduler.planner, chain("a", 40)
+    scheduler.ask("r", hashes)
+    load = scheduler.load("r", hashes)
+    planner.paced(Pace(9, 9.0))
+    planner.progressed("r", load.number, 2)
+    planner.review(10.0, 0)
+    assert list(planner.out.cuts) == [(load.number, 0)]
+    planner.loaded(11.0, "r", load.number, 0, hashes, "slower")
+    planner.paced(Pace(9, 0.009))
+    planner.paced(Pace(400, 0.4))
+    others = chain("b", 40)
+    scheduler.ask("s", others, now=12.0)
+    load = scheduler.load("s", others)
+    planner.out.weighed = Weighed()
+    planner.loaded(13.0, "s", load.number, 30, others, "deadline")
+    assert planner.out.weighed == Weighed(computed=1)
+    assert weighing.came_share == 0.0
+
+
 def test_of_several_loads_the_last_are_cut_and_only_so_many() -> None:
     weighing = known(0.105, 0.08)
     loads = [Loading(number, 8, 8, 0.0) for number in range(1, 9)]
