@@ -38,6 +38,9 @@ MAX_TOKENIZING: Final = 32
 UNANSWERED: Final = (TimeoutError, aiohttp.ClientError, OSError, ValueError, RecursionError)
 """What comes of asking somebody who is not there, is slow, or answers nonsense."""
 _MAX_MODELS: Final = 1024
+_KEEP_ALIVE_S: Final = 3.0
+"""Idle connections are kept for less than engines keep them (uvicorn: 5 s): a POST on one that its
+engine is closing is lost, and nobody knows how far it came."""
 POOL_KEY_BYTES: Final = 16
 
 
@@ -93,7 +96,7 @@ class Engines:
 
     async def start(self) -> None:
         """Begin to ask. Certificates of https engines are checked against the system's roots."""
-        connector = aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=30)
+        connector = aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=_KEEP_ALIVE_S)
         self.session = aiohttp.ClientSession(
             connector=connector,
             auto_decompress=False,

@@ -43,7 +43,7 @@ from kvcast.routing.prefetches import Prefetches
 from kvcast.routing.prompts import PromptError, Prompts, body_of
 from kvcast.service.listener import Bounds, Listener
 from kvcast.service.tls import Credentials
-from multidict import CIMultiDict
+from multidict import CIMultiDict, CIMultiDictProxy
 
 log = logging.getLogger("kvcast.routing.proxy")
 
@@ -347,11 +347,8 @@ class Proxy:
     ) -> web.StreamResponse:
         """Send it, and pass the answer on; _EngineFailedError while nothing of it was passed on."""
         options = self._options
-        headers = CIMultiDict(
-            (name, value)
-            for name, value in request.headers.items()
-            if name.lower() not in _OF_A_CONNECTION | {"content-encoding"}  # it was unpacked
-        )
+        headers = _end_to_end(request.headers)
+        headers.popall("Content-Encoding", None)  # it was unpacked
         headers.setdefault("X-Request-Id", attempt.name)
         url = self._engines.address(attempt.choice.engine).url + request.path_qs
         try:
@@ -388,9 +385,7 @@ class Proxy:
         attempt: _Attempt,
     ) -> web.StreamResponse:
         out = web.StreamResponse(status=answer.status, reason=answer.reason)
-        for name, value in answer.headers.items():
-            if name.lower() not in _OF_A_CONNECTION:
-                out.headers.add(name, value)
+        out.headers.extend(_end_to_end(answer.headers))
         out.headers[ENGINE_HEADER] = attempt.choice.engine
         if answer.content_length is not None:
             out.content_length = answer.content_length
@@ -478,6 +473,15 @@ class _Attempt:
 def _only(method: str, allowed: str) -> None:
     if method != allowed:
         raise RefusedError(405, "method_not_allowed", f"only {allowed}", {"Allow": allowed})
+
+
+def _end_to_end(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    """Those that are not for one connection alone; `Connection` may name more (RFC 9110, 7.6.1)."""
+    named = ",".join(headers.getall("Connection", ())).split(",")
+    left_out = _OF_A_CONNECTION.union(name.strip().lower() for name in named)
+    return CIMultiDict(
+        (name, value) for name, value in headers.items() if name.lower() not in left_out
+    )
 
 
 def _deadline(request: web.BaseRequest, default_s: float) -> float:

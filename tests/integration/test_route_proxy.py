@@ -15,6 +15,7 @@ import signal
 import socket
 import ssl
 import sys
+import time
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
@@ -142,6 +143,71 @@ async def test_chat_and_headers_go_through() -> None:
         assert fakes[0].requests == [body]
         assert fakes[0].headers[0]["authorization"] == "Bearer k"
         assert fakes[0].headers[0].getall("x-request-id") == ["mine"]
+
+
+async def test_what_connection_names_is_for_one_connection_alone() -> None:
+    async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            asked.append(line)
+            length = 0
+            while (header := await reader.readline()) not in (b"\r\n", b""):
+                asked.append(header)
+                if header.lower().startswith(b"content-length:"):
+                    length = int(header.partition(b":")[2])
+            await reader.readexactly(length)
+            body = b'{"data": [{"id": "m"}]}'
+            writer.write(
+                b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: X-Hop, keep-alive\r\n"
+                b"X-Hop: 1\r\nX-Far: 2\r\n\r\n%s" % (len(body), body)
+            )
+        writer.close()
+
+    asked: list[bytes] = []
+    server = await asyncio.start_server(answered, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, routed([EngineAddress("a", url)], tokenizes=False) as served:
+        asked.clear()
+        headers = {"Connection": "X-Mine , Keep-Alive", "X-Mine": "1", "X-Theirs": "2"}
+        async with served.session.post(
+            f"{served.url}/v1/completions", json={"model": "m", "prompt": LONG}, headers=headers
+        ) as answer:
+            assert answer.status == 200
+            assert "X-Hop" not in answer.headers
+            assert answer.headers["X-Far"] == "2"
+        assert b"X-Theirs: 2\r\n" in asked
+        assert not [line for line in asked if line.lower().startswith(b"x-mine")]
+
+
+async def test_no_request_goes_by_a_connection_that_its_engine_may_be_closing() -> None:
+    async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        idle_since = time.monotonic()
+        while line := await reader.readline():
+            if time.monotonic() - idle_since > 4.0:
+                break  # uvicorn closes after 5 s, and what is on its way then is lost
+            length = 0
+            while (header := await reader.readline()) not in (b"\r\n", b""):
+                if header.lower().startswith(b"content-length:"):
+                    length = int(header.partition(b":")[2])
+            await reader.readexactly(length)
+            if line.startswith(b"POST"):
+                posts.append(line)
+            body = b'{"data": [{"id": "m"}]}'
+            writer.write(
+                b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            idle_since = time.monotonic()
+        writer.close()
+
+    posts: list[bytes] = []
+    server = await asyncio.start_server(answered, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    seldom = replace(HEALTH, interval_s=3600.0)
+    async with server, routed([EngineAddress("a", url)], health=seldom, tokenizes=False) as served:
+        await asyncio.sleep(4.2)
+        status, _, _ = await served.ask()
+        assert status == 200
+        assert len(posts) == 1
 
 
 async def test_an_engines_own_error_goes_through_and_is_not_tried_again() -> None:
