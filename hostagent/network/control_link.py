@@ -23,7 +23,7 @@ from kvcast.protocol.links.control_caller import (
 )
 from kvcast.protocol.messages.control import Register
 from kvcast.service.identity import CONTROLLER
-from kvcast.service.link_driver import ConnectingDriver
+from kvcast.service.link_driver import ConnectingDriver, give_up_after
 from kvcast.service.tls import Credentials, expect_peer
 
 log = logging.getLogger(__name__)
@@ -111,6 +111,7 @@ class ControlLink:
         def opened(transport: asyncio.Transport) -> ControlConnection:
             if self._credentials is not None:
                 expect_peer(transport, CONTROLLER)
+            give_up_after(transport, self._options.silence_s)
             connection.connected(loop.time())
             return connection
 

@@ -4,7 +4,8 @@ Owns: connecting, registering, renewing, and coming back after a loss. Must not 
 controller's messages mean (the agent's core does), or who the controller has proved to be.
 
 One connection at a time. It is renewed every third of the lease; a controller that has been silent
-is noticed by the connection's end, or by what it does not read. After a loss the agent tries again
+is noticed by the connection's end (the adapter ends it after `silence_s`), or by what it does not
+read. After a loss the agent tries again
 after a pause that doubles from `retry_min_s` to `retry_max_s`, with jitter, so that a controller
 that restarts is not met by all its agents at once. Meanwhile the agent goes on serving by the last
 map.
@@ -47,6 +48,8 @@ class ControlOptions:
     retry_max_s: float = 3.0
     connect_timeout_s: float = 3.0
     register_timeout_s: float = 5.0
+    silence_s: float = 10.0
+    """A controller whose machine acknowledges nothing for so long is gone."""
 
 
 class Agent(Protocol):

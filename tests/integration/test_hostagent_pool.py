@@ -7,9 +7,13 @@ residency), which the plain switch of these tests has not.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import datetime
 import itertools
 import os
 import random
+import socket
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +36,9 @@ from kvcast.hostagent.options import Options
 from kvcast.protocol.messages.control import BlockRef as Ref
 from kvcast.protocol.messages.control import Credit, Describe, Keep
 from kvcast.protocol.messages.wire import BlockId, digest_of
+from kvcast.service.authority import Authority, Part
+from kvcast.service.identity import CONTROLLER, NODE, Identity
+from kvcast.service.tls import Credentials
 
 
 def noise(seed: int, size_bytes: int) -> bytes:
@@ -628,3 +635,36 @@ async def test_with_udp_blocked_and_the_home_dead_the_replica_answers_by_tcp(
         block = the(await pool.clients[3].get(1, [key_of(1)], deadline_s=30))
         assert block.tier == "bulk"
         assert bytes(block.data) == data
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
+async def test_the_kernel_ends_a_control_link_whose_controller_acknowledges_nothing(
+    tmp_path: Path, encrypted: bool
+) -> None:
+    """As after a power cut: nothing is said, and what is sent waits to be acknowledged."""
+    now = datetime.datetime.now(datetime.UTC)
+    authority = Authority.create(tmp_path / "certs", now=now)
+    controller, node = (
+        Credentials.of_folder(authority.issue(Part(identity), days=1, now=now).folder)
+        for identity in (Identity(CONTROLLER, "controller"), Identity(NODE, "node-1"))
+    )
+
+    def change(options: Options) -> Options:
+        credentials = node if encrypted else None
+        return replace(
+            options, control=replace(options.control, silence_s=7.5), credentials=credentials
+        )
+
+    tls = controller.server() if encrypted else None
+    async with running_pool(tmp_path, 1, change, controller_tls=tls) as pool:
+        given_up_after = []
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
+                    with socket.socket(fileno=os.dup(int(name))) as sock:
+                        if sock.getpeername() == pool.controller.address:
+                            given_up_after.append(
+                                sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+                            )
+        assert given_up_after
+        assert set(given_up_after) == {7500}
