@@ -142,6 +142,8 @@ class Client:
                     return got or conversation.handed_over(ask, end - time.monotonic())
                 if got is not None:
                     conversation.give_back(got)
+        except TimeoutError as error:  # the agent, not the courier
+            raise AgentGoneError(f"the agent does not answer: {error}") from error
         except OSError:  # also: no answer in time
             pass
         self._leave_courier()
@@ -210,7 +212,7 @@ class Client:
                 try:
                     self._be_patient(patience_s)
                     self._send_posted()
-                    self._socket.sendall(self._conversation.encode(ask.request))
+                    self._send(ask.request)
                     while (reply := self._reply_to(ask.request.request)) is None:
                         self._replies += self._conversation.replies(self._socket.recv(READ_BYTES))
                     return reply
@@ -295,7 +297,7 @@ class Client:
         try:
             self._send_posted()
             for request in requests:
-                self._socket.sendall(self._conversation.encode(request))
+                self._send(request)
         except TimeoutError as error:
             self._socket.close()
             raise AgentGoneError(f"the agent does not answer: {error}") from error
@@ -347,7 +349,17 @@ class Client:
                     continue
                 except OSError:
                     pass  # it is full, or gone: the agent knows what the courier has given
-            self._socket.sendall(self._conversation.encode(message))
+            self._send(message)
+
+    def _send(self, message: local.ClientMessage) -> None:
+        data = self._conversation.encode(message)
+        sent = self._socket.send(data)
+        if sent < len(data):
+            try:
+                self._socket.sendall(memoryview(data)[sent:])
+            except BaseException:  # whatever came next would be taken for the rest of it
+                self._socket.close()
+                raise
 
     get = _blocking(Conversation.get)
     get_outcomes = _blocking(Conversation.get_outcomes)

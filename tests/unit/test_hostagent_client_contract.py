@@ -37,6 +37,7 @@ from kvcast.hostagent.client import (
     UnknownNamespaceError,
 )
 from kvcast.hostagent.client import blocks as client_blocks
+from kvcast.hostagent.client.conversation import Ask
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.control import GroupInfo, NamespaceInfo
 from kvcast.protocol.messages.framing import MessageCodec
@@ -676,3 +677,45 @@ def test_a_client_that_is_not_let_in_keeps_nothing_open(
 def test_where_nobody_listens_there_is_no_agent(connect: Callable[[], Any]) -> None:
     with pytest.raises(AgentGoneError, match=r"agent\.sock"):
         connect()
+
+
+@pytest.mark.parametrize("courier", [False, True], ids=["posted", "before the courier is asked"])
+def test_nothing_is_sent_after_half_a_message(tmp_path: Path, courier: bool) -> None:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(tmp_path / "agent.sock"))
+    listener.listen(1)
+    goes_on = threading.Event()
+    codec: MessageCodec[Any] = MessageCodec(local.ClientMessage)
+    heard = bytearray()
+
+    def agent() -> None:
+        peer, _ = listener.accept()
+        with peer, os.fdopen(os.memfd_create("arena"), "wb") as arena:
+            arena.truncate(ARENA_BYTES)
+            peer.recv(4096)
+            welcome = local.Welcome(local.LOCAL_PROTOCOL_VERSION, "node-1", ARENA_BYTES)
+            socket.send_fds(peer, [codec.encode(welcome)], [arena.fileno()])
+            goes_on.wait()  # it is stopped, or busy
+            while data := peer.recv(1 << 16):
+                heard.extend(data)
+
+    thread = threading.Thread(target=agent, daemon=True)
+    thread.start()
+    long = local.Release(list(range(1 << 32, (1 << 32) + 100_000)), [])  # 900 KB
+    with Client(str(tmp_path / "agent.sock"), timeout_s=0.2) as client:
+        if courier:
+            client._courier, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            client._posted.append(long)
+            threading.Timer(0.5, goes_on.set).start()
+            ask = Ask(local.Exists(1, 1, KEYS[0], 0.1), 5.0, b"what it is asked")
+            with other, pytest.raises(AgentGoneError):
+                client._exchange(ask)
+        else:
+            client._post(long)
+            goes_on.set()
+            with pytest.raises(AgentGoneError):
+                client.exists(1, KEYS[:1], deadline_s=0.1)
+    thread.join()
+    listener.close()
+    assert 0 < len(heard) < 900_000
+    assert codec.encode(long).startswith(heard)
