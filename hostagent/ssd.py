@@ -24,7 +24,6 @@ from kvcast.hostagent.tiers.ssd.files import Disk, SsdFile, open_files
 from kvcast.hostagent.tiers.ssd.layout import (
     Formatted,
     Scanned,
-    SsdError,
     SsdInUseError,
     cut_of,
     scan,
@@ -107,7 +106,7 @@ class SsdOfAgent:
                 if self._loop.time() > until:
                     log.exception("there is no SSD tier: its files are not let go")
                     break
-            except SsdError:
+            except Exception:  # whatever it is: drains must not wait for what never comes
                 log.exception("there is no SSD tier")
                 break
             await asyncio.sleep(_RETRY_S)
