@@ -400,6 +400,10 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
             for index, update in enumerate(request.updates):
                 if index % YIELD_EVERY == YIELD_EVERY - 1:
                     await asyncio.sleep(0)
+                    try:
+                        self._check_writer(request)  # who is primary by now writes alone
+                    except P4RuntimeError as error:
+                        return errors + [error] * (len(request.updates) - index)
                 errors.append(self._apply_one(pipeline, update))
             return errors
         if self.strict:
@@ -489,6 +493,7 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         if not request.HasField("config"):
             raise invalid_argument("config is missing")
         pipeline = await asyncio.to_thread(self._build, request.config)
+        self._check_writer(request)  # that took time, in which another may have become primary
         if action == _SetRequest.VERIFY_AND_SAVE:
             self._saved = pipeline
         elif action == _SetRequest.VERIFY_AND_COMMIT:
