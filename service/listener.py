@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvcast.service.addresses import is_loopback
+from kvcast.service.http_limits import client_of
 from kvcast.service.tls import HANDSHAKE_TIMEOUT_S, Credentials
 
 log = logging.getLogger("kvcast.listener")
@@ -39,7 +40,8 @@ class Bounds:
 
     connections: int
     per_address: int
-    """From one address beyond loopback: behind loopback's are all of this machine's processes."""
+    """From one address beyond loopback (behind that are all of this machine's processes), or, of
+    IPv6, from one network of 64 bits."""
 
 
 class Listener:
@@ -138,8 +140,9 @@ class Listener:
             return "connections_at_bound"
         if is_loopback(address):
             return None
+        peer = client_of(address)
         peers = [*self._open.values(), *self._handshakes.values()]
-        if peers.count(address) >= self._bounds.per_address:
+        if sum(client_of(one) == peer for one in peers) >= self._bounds.per_address:
             return "connections_at_address_bound"
         return None
 

@@ -40,7 +40,7 @@ def _printable(text: str) -> str:
 
 class TextFormatter(logging.Formatter):
     """`12:00:00.123 info kvcast.agent message key=value …`, for people; one line, but for the
-    trace of an exception."""
+    trace of an exception, whose lines are indented."""
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
@@ -52,7 +52,8 @@ class TextFormatter(logging.Formatter):
             f"{record.getMessage()}{extras}"
         )
         if record.exc_info:
-            text += "\n" + self.formatException(record.exc_info)
+            lines = self.formatException(record.exc_info).splitlines()
+            text += "".join(f"\n  {_printable(line)}" for line in lines)
         return text
 
 

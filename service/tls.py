@@ -152,6 +152,10 @@ class Credentials:
         client.verify_mode = ssl.CERT_REQUIRED
         return _Contexts(server, lenient, client)
 
+    def _no_password(self) -> str:
+        """Instead of asking at the terminal, where everything would wait for an answer."""
+        raise TlsError(f"{self.files.key}: the key has a password; it must be readable without one")
+
     def _context(self, protocol: int) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -159,7 +163,7 @@ class Credentials:
         if protocol == ssl.PROTOCOL_TLS_SERVER:
             context.num_tickets = 0
         try:
-            context.load_cert_chain(self.files.cert, self.files.key)
+            context.load_cert_chain(self.files.cert, self.files.key, password=self._no_password)
         except (OSError, ssl.SSLError) as error:
             raise TlsError(f"{self.files.cert} with {self.files.key}: {_why(error)}") from error
         try:

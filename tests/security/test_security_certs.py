@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from kvcast.cli import certs
 from kvcast.controller import flags as controller
 from kvcast.hostagent import flags as hostagent
 from kvcast.service.authority import read_certificate, read_part
 from kvcast.service.options import OptionsError, parse_options
-from kvcast.service.tls import Credentials
+from kvcast.service.tls import Credentials, TlsError
 from kvcast.switchsim import flags as switchsim
 
 INIT = ["--controller", "10.0.0.1", "--node", "node-1=10.0.0.11", "--node", "node-2"]
@@ -181,3 +182,17 @@ def test_the_switch_takes_a_folder_of_certificates(tmp_path: Path) -> None:
         parse("--grpc-addr=0.0.0.0:0", "--tls=/nonexistent")
     with pytest.raises(OptionsError, match="one by one"):
         parse(f"--tls={folder}/switch", "--tls-ca=x")
+
+
+def test_a_key_that_needs_a_password_is_refused_and_nobody_asked_for_it(tmp_path: Path) -> None:
+    path = _make(tmp_path / "certs") / "node-1" / "key.pem"
+    key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+    path.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"secret"),
+        )
+    )
+    with pytest.raises(TlsError, match="password"):
+        Credentials.of_folder(path.parent)

@@ -102,3 +102,19 @@ async def test_an_address_that_cannot_be_had_is_an_error() -> None:
     async with listening(Bounds(1, 1)) as (address, _, _):
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{address[1]}"):
             await Listener(streams(_echo), Bounds(1, 1), count=lambda _name: None).start(*address)
+
+
+class Standing(asyncio.Transport):
+    """A connection's, which stays."""
+
+    def is_closing(self) -> bool:
+        return False
+
+
+async def test_one_network_cannot_take_all_places_by_having_many_addresses() -> None:
+    async with listening(Bounds(9, 2)) as (_, _, listener):
+        for number in (1, 2):
+            listener._open[Standing()] = f"2001:db8::{number}"
+        assert listener._bound_met("2001:db8::3") == "connections_at_address_bound"
+        assert listener._bound_met("2001:db8:0:1::3") is None
+        listener._open.clear()

@@ -29,8 +29,11 @@ def test_a_log_line_is_one_line_whatever_a_peer_had_put_into_it() -> None:
     umlauts = logging.LogRecord("kvcast.x", logging.INFO, "f", 1, "für Ω", (), None)
     assert TextFormatter().format(umlauts).endswith("kvcast.x für Ω")
     try:
-        raise ValueError("one\ntwo")
+        raise ValueError("one\n12:00:00.000 error all is lost\x1b[2J")
     except ValueError as error:
         info = (ValueError, error, error.__traceback__)
     traced = logging.LogRecord("kvcast.x", logging.ERROR, "f", 1, "it broke", (), info)
     assert "Traceback (most recent call last)" in TextFormatter().format(traced)
+    _, *trace = TextFormatter().format(traced).splitlines()
+    assert all(line.startswith("  ") and line.isprintable() for line in trace)
+    assert trace[-1] == r"  12:00:00.000 error all is lost\x1b[2J"
