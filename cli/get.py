@@ -51,7 +51,7 @@ async def _get(options: argparse.Namespace) -> int:
         with block:
             if options.output is not None:
                 try:
-                    Path(options.output).write_bytes(block.data)
+                    _write(Path(options.output), block.data)
                 except OSError as error:
                     raise CommandError(f"{options.output}: {error.strerror or error}") from error
             if options.json:
@@ -67,3 +67,14 @@ async def _get(options: argparse.Namespace) -> int:
                 sys.stdout.buffer.write(block.data)
                 sys.stdout.buffer.flush()
     return EXIT_OK
+
+
+def _write(output: Path, data: memoryview) -> None:
+    with output.open("wb") as file:
+        try:
+            file.write(data)
+            file.flush()
+        except OSError:
+            if output.is_file():  # a part of a block is nothing
+                output.unlink()
+            raise

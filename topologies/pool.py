@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import fcntl
 import http.client
 import json
 import os
@@ -28,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from kvcast.hostagent.client import AsyncClient, KvcastError
 from kvcast.protocol.messages.ethernet import FRAME_OVERHEAD_BYTES
@@ -175,6 +176,8 @@ class Pool:
         self.parts: dict[str, Part] = {}
         self.sockets: dict[str, Path] = {}
         self._folder = Path()
+        self._lock: TextIO | None = None
+        """Held while this pool's files are in a folder that the caller named."""
         self._arena_folder = SHARED_MEMORY
         self._sockets_folder: Path | None = None
         self._arenas: list[Path] = []
@@ -238,6 +241,11 @@ class Pool:
         if self.run_dir is not None:
             self._folder = self.run_dir.resolve()
             self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (self._folder / "lock").open("w")
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise PoolError(f"{self._folder}: another pool runs there") from error
         else:
             self._folder = Path(tempfile.mkdtemp(prefix=f"kvcast-run-{_process_name()}-"))
         for state in self._folder.glob("controller.sqlite*"):
@@ -381,6 +389,8 @@ class Pool:
             shutil.rmtree(self._sockets_folder, ignore_errors=True)
         if self.run_dir is None and self._folder != Path():
             shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
         atexit.unregister(self._close_now)
 
     # --- use ----------------------------------------------------------------------------------

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import fcntl
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from kvcast.cli import drain, fsck, main, shell, status
+from kvcast.cli import drain, fsck, get, main, shell, status
 from kvcast.cli.blocks import key_from
 from kvcast.hostagent.core.metrics import FETCH_BOUNDS_S, Histogram
 from kvcast.service import commands
@@ -490,3 +492,39 @@ def test_a_port_that_nobody_listens_on_is_told() -> None:
         port = unused.getsockname()[1]
         with pytest.raises(CommandError, match="no controller answers"):
             status.fetch_status(f"http://127.0.0.1:{port}")
+
+
+async def test_a_block_that_its_file_has_no_room_for_leaves_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Held:
+        data = memoryview(bytes(100_000))
+
+        def __enter__(self) -> Held:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    class Holder:
+        async def get(self, *_: object, **_more: object) -> list[Held]:
+            return [Held()]
+
+    @contextlib.asynccontextmanager
+    async def connected(_options: object) -> AsyncIterator[tuple[Holder, int]]:
+        yield Holder(), 1
+
+    monkeypatch.setattr(get, "connected", connected)
+    options = argparse.Namespace(
+        key=bytes(16), deadline=1.0, output=str(tmp_path / "copy"), json=False
+    )
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))  # as a disk that is full then
+    try:
+        with pytest.raises(CommandError, match="copy: File too large"):
+            await get._get(options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+    assert await get._get(options) == 0
+    assert (tmp_path / "copy").stat().st_size == 100_000

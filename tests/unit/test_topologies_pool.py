@@ -168,3 +168,18 @@ def test_commands_name_every_port_and_tell_the_agents_the_switchs_end() -> None:
     ]
     assert "--loss=0.01" in switch
     assert "--plain" in pool._controller_command()
+
+
+async def test_two_pools_do_not_share_a_folder(tmp_path: Path) -> None:
+    first = Pool(Star.of(1), PoolOptions(), tmp_path)
+    first._make_folders()
+    log = tmp_path / "switch.log"
+    log.write_text("of the first")
+    with pytest.raises(PoolError, match="another pool runs there"):
+        async with Pool(Star.of(1), PoolOptions(), tmp_path):
+            pass
+    assert log.read_text() == "of the first"
+    first._close_now()
+    second = Pool(Star.of(1), PoolOptions(), tmp_path)
+    second._make_folders()
+    second._close_now()
