@@ -112,8 +112,8 @@ def exported() -> dict[str, set[str]]:
     for number in (1, 2):
         ask(node, local.Get(1, 1, [key(number)], 1.0))
     status = {
-        "epoch": 1, "nodes": [], "residents": [], "slots": {"free": 1, "taken": {}}, "candidates": 0,
-        "port_sets": 0, "adaptive": [], "decisions": {}, "fills": {}, "counts": {},
+        "epoch": 1, "nodes": [], "residents": [], "slots": {"free": 1, "taken": {}},
+        "candidates": 0, "port_sets": 0, "adaptive": [], "decisions": {}, "fills": {}, "counts": {},
         "switch": {"connected": True, "primary": True, "programmed": True, "counts": {}},
         "controller": {
             "agent_connections": 0, "tick_s": 0.0, "link_counts": {}, "counts": {},
