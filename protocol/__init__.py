@@ -2,4 +2,8 @@
 
 Start at `messages.wire` (one datagram), then `requester` and `responder` (its two ends). For
 streams: `messages.framing`, `messages.control`, `messages.local`, `messages.bulk`, then `links`.
+
+Compiled code that moves blocks without Python: `placement` (received frames), `lane` (answers to
+READs), `courier` (gets of clients), `conveyor` (large blocks, by TCP), `pushing` (puts). Shared by
+all: `pacing`, `fair_queue`, `timers`, `bounded_map`. Sockets and clocks are `hostagent.network`'s.
 """

@@ -1,4 +1,5 @@
-"""The courier: a get of one block, from a client's question to its answer, in compiled code.
+"""The courier: gets of blocks that other nodes hold, from a client's question to its answer, in
+compiled code.
 
 Owns: which questions are well-formed; the READ for a block, the landing place that its first DATA
 gets, its digest; the client's answer; and what Python hears of it afterwards. Must not know:

@@ -1,5 +1,5 @@
-"""How a reader gets a conveyor from a home: a call of the bulk link by itself, whose connection it
-keeps.
+"""How a reader gets a conveyor from a home: a connection of the bulk link with a single call, after
+which the connection is the conveyor.
 
 Owns: what is said until both have agreed. Must not know: sockets, or what goes over the conveyor
 (`kvcast.protocol.conveyor`).

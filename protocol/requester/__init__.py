@@ -1,4 +1,4 @@
-"""The requester: fetches blocks from their homes."""
+"""The requester: fetches blocks from their homes. Start at `requester`, which has the map."""
 
 from kvcast.protocol.requester.events import (
     Allocate,

@@ -1,7 +1,8 @@
-"""What the requester's state tables have in common: the error for what cannot be, and the story.
+"""What the requester's state tables share: the error for an event that a state does not allow, and
+the *story*, a record of what happened to one fetch, which errors and traces show.
 
-Owns: a bounded record of what happened to one fetch, cheap to write (a tuple) and put into words
-only when somebody reads it. Must not know: any state or event.
+Owns: that the record is bounded, cheap to write (a tuple), and put into words only when read. Must
+not know: any state or event.
 """
 
 from __future__ import annotations
