@@ -1,4 +1,4 @@
-"""To learn that a process runs no more before the kernel has taken its memory apart.
+"""How the supervisor learns that an agent is dead before the kernel has taken its memory apart.
 
 Owns: a robust mutex in memory that a process shares with its child. Must not know: what is done
 about the death. Of a process that is killed, the kernel first stops what it runs, then gives up the

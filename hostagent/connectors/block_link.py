@@ -1,4 +1,5 @@
-"""What an adapter does on its link to the agent whose engine names each block and its memory.
+"""The link to the agent for engines that name each block and its memory themselves: vLLM's tier,
+LMCache, SGLang. Where the connector plans for the engine, it is `link`.
 
 Owns: how blocks are asked about, read into an engine's memory and written from there, one by one,
 and that each such task is reported once, within its time. Must not know: engines; what a key or a

@@ -1,4 +1,5 @@
-"""What an engine knows of the pool that asks again and again, a block at a time, until it is told.
+"""Answers for engines that ask about a block again and again until they are told whether the pool
+has it (vLLM's tier, `vllm_tier`).
 
 Owns: which blocks are to be asked about, what was answered, and that a block that could not be
 loaded is not promised again to who asked for it. Must not know: engines, sockets, clocks.

@@ -1,6 +1,6 @@
 """How long a step of an engine that computes nothing waits for the pool.
 
-Owns: that time. Must not know: clocks, engines, what is waited for.
+Owns: how long the step waits. Must not know: clocks, engines, what is waited for.
 
 vLLM steps on at once while a request waits for its blocks, some thousand times a second, and takes
 a processor for it that agents and other engines on the node could use. A step that waits is woken

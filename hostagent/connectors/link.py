@@ -1,4 +1,5 @@
-"""What a connector that plans an engine's loads and saves does on its link to the agent.
+"""The link to the agent for a connector that plans an engine's loads and saves (`vllm`). Engines
+that name each block themselves have `block_link`.
 
 Owns: the reader group's number, and how a chain is looked up, blocks are read into an engine's
 memory and written from there. Must not know: engines; what is to be done comes from `planner` and

@@ -1,8 +1,9 @@
-"""Our ends of connections on which compiled code moves blocks, by their numbers in its tables.
+"""This node's ends of the TCP connections on which compiled code moves blocks (conveyors and
+pushes), by their numbers in that code's tables.
 
-Owns: that each node has one at most where nodes begin them, that none outlives what it was agreed
-on with, and that each ends once. Must not know: sockets, what goes on connections (`conveyor`,
-`pushing`), or how two nodes agree on one (`bulk_link`).
+Owns: that there is one at most to each node where nodes begin them, that none outlives the node
+at its other end, and that each ends once. Must not know: sockets, what goes on connections
+(`conveyor`, `pushing`), or how two nodes agree on one (`bulk_link`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What engines say that they have made of prefixes which the pool held.
+"""What engines report of prefixes that the pool held: how many they loaded, whole or in
+part, and how many they computed.
 
-Owns: the sums, and the paces of those engines that are connected. Must not know: how an engine
-weighs (`connectors/weighing`), or who tells of it (`sessions`).
+Owns: the sums, and the paces (how fast they load and compute) of the engines that are connected.
+Must not know: how an engine weighs (`connectors/weighing`), or who tells of it (`sessions`).
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ has been made: it is made before the copy is given to anybody, or in the backgro
 that fails is forgotten. Until nothing is doubtful, no namespace is shown to clients, who would
 read copies without asking.
 
-There is no pause at the start: a copy that is asked for is found by its name and checked alone.
-All others come in the background, a few a step: first what there is (`scan`), then each copy in
-the order of the commits, so that the least recently used one is known (`claim`), then the digests
-(`check`). Room for anything new is found only when all copies are known; who needs it at once pays
-for the rest of the claims at once (about 10 us a copy).
+There is no pause at the start: a copy that is asked for is found by its name and checked alone. All
+others come in the background, a few at each `step`: first the entries are scanned, then the copies
+are claimed in the order of their commits, so that the least recently used one is known, and then
+their digests are checked. Room for anything new is found only when all copies are known; who needs
+it at once pays for the rest of the claims at once (about 10 us a copy).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Room in the arena for blocks that are on their way here.
 
-Owns: what lies between the store, which knows copies, and whoever fills them, who knows views.
-Must not know: fetches, clients, or where bytes come from.
+Owns: the way from the store, which hands out copies, to whoever fills them (a fetch, the bulk
+link), who is given a view of memory to write into. Must not know: fetches, clients, or where bytes
+come from.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """`python -m kvcast.hostagent.network.compiled`: compile all that an agent runs compiled, into the
-cache, so that agents that start later find it there. Owns: the list of it.
+cache, so that agents that start later find it there. Owns: the list of what is compiled.
 """
 
 from kvcast.hostagent.network import calling_card, courier, lander, landing_zone, mover

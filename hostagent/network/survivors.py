@@ -1,8 +1,8 @@
 """Clients that outlive their agent: what is kept of each for the agent that comes after.
 
-Owns: the words between an agent and whoever keeps that (`hostagent.supervisor`): a connection's
-descriptor, by whose end it is known that the client is gone, and the memory in which it pins. Must
-not know: processes, or what a client holds (`tiers.ledger`).
+Owns: how an agent gives this to `hostagent.supervisor`, which keeps it: the descriptor of a
+client's connection (when it ends, the client is gone), and the memory in which the client pins.
+Must not know: processes, or what a client holds (`tiers.ledger`).
 """
 
 from __future__ import annotations
