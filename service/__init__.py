@@ -1,1 +1,10 @@
-"""What every kvcast daemon and command shares: options, TLS, listeners, logging, readiness."""
+"""What every kvcast daemon and command shares; it knows none of them.
+
+| for | modules |
+|---|---|
+| flags and files | `options`, `tls_options`, `values`, `addresses` |
+| who may connect | `tls`, `authority` (makes certificates), `identity` (what one says) |
+| connections | `listener`, `http`, `http_limits`, `link_driver` (drives `kvcast.protocol.links`) |
+| start, stop, errors | `readiness`, `logs`, `commands` |
+| reports of benches | `reports`, `statistics`, `provenance` |
+"""

@@ -1,6 +1,6 @@
 """Percentiles and ratios, as every report gives them.
 
-Owns: how they are counted and rounded. Must not know: of what.
+Owns: how they are counted and rounded. Must not know: what was measured.
 """
 
 from __future__ import annotations
