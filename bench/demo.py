@@ -6,7 +6,7 @@ report is drawn (picture.py) or which flags asked for it (kvcast.cli.demo).
 Links: every node's link has one rate, each way, emulated at the switch's ports (docs/switchsim.md).
 A short calibration without rates measures how many chunks a second this machine moves when all
 nodes read at once; the rate is chosen so low that all links together carry only a part of that
-(`choose_rate`). Whether the links, and not the processors, were the limit is then measured too: a
+(`rate_for`). Whether the links, and not the processors, were the limit is then measured too: a
 lone get beside what its link needs for it, and how busy both were (load.py). Blocks that are put go
 to their homes by TCP, beside the emulated links: what is measured is gets.
 
