@@ -278,16 +278,20 @@ class TableStore:
             raise unimplemented(f"{self.schema.name}: direct resources of the default entry")
         return self._record(*self._key(message))
 
-    def _addressed_or_all(self, message: p4r.TableEntry) -> list[_Record]:
+    def _addressed_or_all(self, message: p4r.TableEntry) -> Iterator[_Record]:
         if message.match or message.is_default_action:
-            return [self._addressed(message)]
-        return list(self._records.values())
+            yield self._addressed(message)
+            return
+        yield from self._still_there(list(self._records.values()))
+
+    def _still_there(self, records: list[_Record]) -> Iterator[_Record]:
+        """Deleted ones are left out even if the reader is slow."""
+        return (one for one in records if self._records.get((one.key, one.priority)) is one)
 
     # --- reads --------------------------------------------------------------------------------
 
     def read(self, wanted: p4r.TableEntry) -> Iterator[p4r.TableEntry]:
-        """The entries that a TableEntry of a ReadRequest selects. Deleted ones are left out even
-        if the reader is slow."""
+        """The entries that a TableEntry of a ReadRequest selects."""
         if wanted.HasField("time_since_last_hit") and not self.schema.idle_timeout:
             raise invalid_argument(f"table {self.schema.name} does not support idle timeout")
         if wanted.is_default_action:
@@ -300,8 +304,8 @@ class TableStore:
             records = [] if record is None else [record]
         else:
             records = list(self._records.values())
-        for record in records:
-            if (record.key, record.priority) in self._records and self._selected(record, wanted):
+        for record in self._still_there(records):
+            if self._selected(record, wanted):
                 yield self._message(record, wanted)
 
     def _selected(self, record: _Record, wanted: p4r.TableEntry) -> bool:

@@ -446,3 +446,31 @@ async def test_streams_of_nonsense_end_or_are_ignored(switchsim: Target, seed: i
         code, _ = await stream.status()
         assert code in (0, 6)
         await stream.close()
+
+
+@pytest.mark.parametrize("kind", ["table_entry", "direct_counter_entry", "direct_meter_entry"])
+def test_what_is_deleted_while_it_is_read_is_left_out(kind: str) -> None:
+    store = new_store(strict=False)
+    direct = P4INFO.direct_meters[0].direct_table_id  # it has counters, too
+    [table] = [each for each in P4INFO.tables if each.preamble.id == direct]
+    [action] = [each for each in P4INFO.actions if each.preamble.id == table.action_refs[0].id]
+    entries = []
+    for number in (1, 2, 3):
+        entry = p4r.TableEntry(table_id=direct, priority=number)
+        for field in table.match_fields:
+            if field.match_type == field.EXACT:
+                entry.match.add(field_id=field.id).exact.value = bytes([number])
+        entry.action.action.action_id = action.preamble.id
+        for param in action.params:
+            entry.action.action.params.add(param_id=param.id, value=b"\x01")
+        store.write(p4r.Update(type=p4r.Update.INSERT, entity=p4r.Entity(table_entry=entry)))
+        entries.append(entry)
+    wanted = p4r.Entity()
+    if kind == "table_entry":
+        wanted.table_entry.table_id = direct
+    else:
+        getattr(wanted, kind).table_entry.table_id = direct
+    reading = store.read([wanted])
+    next(reading)
+    store.write(p4r.Update(type=p4r.Update.DELETE, entity=p4r.Entity(table_entry=entries[1])))
+    assert len(list(reading)) == 1
