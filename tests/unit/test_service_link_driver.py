@@ -27,6 +27,7 @@ from kvcast.service.link_driver import (
     PIECE_BYTES,
     ConnectingDriver,
     LinkDriver,
+    give_up_after,
 )
 from kvcast.service.tls import PeerError
 
@@ -331,3 +332,17 @@ async def test_of_a_block_that_is_to_wait_no_more_is_read_than_is_allowed(
         assert wide_bytes >= 4 * narrow_bytes, "it sends ahead again, at once"
         assert await reader.readexactly(len(said(Take()))) == said(Take())
         assert core.block == data
+
+
+async def test_without_descriptors_a_connection_stands_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none_left(_descriptor: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    async with await asyncio.start_server(lambda _r, w: w.close(), "127.0.0.1", 0) as server:
+        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        monkeypatch.setattr("os.dup", none_left)
+        give_up_after(writer.transport, 1.0)  # type: ignore[arg-type]
+        monkeypatch.undo()
+        writer.close()
