@@ -434,9 +434,9 @@ def give_up_after(transport: asyncio.Transport, seconds: float) -> None:
     """End a connection at whose other end nothing is acknowledged for so long; a peer that lost its
     power says nothing, and the kernel would go on sending to it for a quarter of an hour. Without a
     descriptor to say so by, it is left as it is."""
-    with contextlib.suppress(OSError):
-        with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as sock:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(seconds * 1000))
+    theirs = transport.get_extra_info("socket").fileno()
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(theirs)) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(seconds * 1000))
 
 
 def _up_to(views: Sequence[memoryview], at_most: int) -> list[memoryview]:
