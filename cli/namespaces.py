@@ -90,8 +90,9 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         type=_quota,
         action="append",
         metavar="TIER=SIZE",
-        help=f"bytes of a tier, on each node ({', '.join(TIERS)}) or of the switch's memory "
-        "(switch, where a block takes whole segments of 64 KiB); 0 = no limit",
+        help=f"bytes of a tier, on each node ({', '.join(TIERS)}), of the switch's memory (switch, "
+        "where a block takes whole segments of 64 KiB) or of the object store (cold: of all nodes "
+        "together); 0 = no limit",
     )
     parser.add_argument(
         "--assured",

@@ -94,7 +94,7 @@ class ColdOfAgent:
             case Errand.DELETE_ALL:
                 await self._store.delete_all(task.name)
             case Errand.LIST:
-                async for some in self._store.names(task.name):
+                async for some in self._store.objects(task.name):
                     self.tier.found(task.name, some)
         return None
 

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 MOONCAKE: Final = "mooncake"
+Listed = tuple[str, int]
+"""An object's name, and its size in bytes; 0 where the store does not tell it."""
 THREADS: Final = 8
 """Calls of a library that blocks, at once."""
 MAX_LISTED: Final = 1 << 20
@@ -66,7 +68,7 @@ class Objects(Protocol):
 
     async def delete_all(self, prefix: str) -> None: ...
 
-    def names(self, prefix: str) -> AsyncIterator[Sequence[str]]: ...
+    def objects(self, prefix: str) -> AsyncIterator[Sequence[Listed]]: ...
 
     async def close(self) -> None: ...
 
@@ -109,21 +111,22 @@ class Obstore:
     async def delete_all(self, prefix: str) -> None:
         import obstore
 
-        async for some in self.names(prefix):
+        async for some in self.objects(prefix):
+            names = [name for name, _size in some]
             try:
-                await obstore.delete_async(self._store, some)
+                await obstore.delete_async(self._store, names)
             except FileNotFoundError:  # others delete them, too; it may have ended at that one
-                await asyncio.gather(*map(self._delete_if_there, some))
+                await asyncio.gather(*map(self._delete_if_there, names))
 
     async def _delete_if_there(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             await self.delete(name)
 
-    async def names(self, prefix: str) -> AsyncIterator[Sequence[str]]:
+    async def objects(self, prefix: str) -> AsyncIterator[Sequence[Listed]]:
         import obstore
 
         async for some in obstore.list(self._store, prefix=prefix.rstrip("/")):
-            yield [one["path"] for one in some]
+            yield [(one["path"], one["size"]) for one in some]
 
     async def close(self) -> None:
         pass
@@ -286,14 +289,14 @@ class Mooncake:
 
         await self._threads.do(call)
 
-    async def names(self, prefix: str) -> AsyncIterator[Sequence[str]]:
-        def call() -> list[str]:
-            found: list[str] = []
+    async def objects(self, prefix: str) -> AsyncIterator[Sequence[Listed]]:
+        def call() -> list[Listed]:
+            found: list[Listed] = []
             with urllib.request.urlopen(self._names_at, timeout=_HTTP_S) as answer:
                 for line in answer:
                     name = line.decode(errors="replace").rstrip("\r\n")
                     if name.startswith(prefix):
-                        found.append(name)
+                        found.append((name, 0))
                         if len(found) >= MAX_LISTED:
                             log.warning("more than %d objects in %s", MAX_LISTED, prefix)
                             break

@@ -119,7 +119,7 @@ class Held:
             waiting.append(("reads", len(core.ssd._reads), core.ssd.rules.max_reads_waiting))
         if core.cold is not None:
             most = core.cold.rules.max_waiting
-            waiting.append(("objects to store", len(core.cold._to_store), most))
+            waiting.append(("objects to store", core.cold.stores_waiting, most))
             waiting.append(("objects to fetch", len(core.cold._to_fetch), most))
         for what, count, most in waiting:
             if count > most:

@@ -38,7 +38,9 @@ class SimObjects:
         self._before: dict[str, bytes] = {}
         """What lay under a name before it was deleted or stored anew."""
 
-    def do(self, task: Task, found: Callable[[str, list[str]], None]) -> tuple[str, bytes | None]:
+    def do(
+        self, task: Task, found: Callable[[str, list[tuple[str, int]]], None]
+    ) -> tuple[str, bytes | None]:
         """What becomes of an errand: its error, and the object."""
         objects = self._objects
         if self._rng.random() < self.errors:
@@ -57,7 +59,7 @@ class SimObjects:
         else:
             names = [name for name in objects if name.startswith(task.name)]
             if task.errand is Errand.LIST:
-                found(task.name, names)
+                found(task.name, [(name, len(objects[name])) for name in names])
             else:
                 for name in names:
                     self._forget(name)

@@ -269,6 +269,7 @@ class AgentCore:
         """By tier below DRAM and namespace."""
         self._kept_off_ssd: set[int] = set()
         self._cold_ttl_s: dict[int, float] = {}
+        self._cold_quotas: dict[int, int] = {}
         self._asked_again: set[int] = set()
         """Those of them for which it was asked on this connection."""
         self._asked: dict[int, Found] = {}
@@ -400,7 +401,12 @@ class AgentCore:
         self.cold = self.store.beyond = cold
         self.reads.sources.append(cold)
         cold.meaning_of = self._meaning_of
-        cold.configure(self._cold_ttl_s)
+        self._configure_cold()
+
+    def _configure_cold(self) -> None:
+        if self.cold is not None:
+            buckets = self.pool.first_buckets() if self.pool is not None else frozenset[int]()
+            self.cold.configure(self._cold_ttl_s, self._cold_quotas, buckets)
 
     def _meaning_of(self, namespace: int) -> int | None:
         return self.pool.meaning_of(namespace) if self.pool is not None else None
@@ -726,6 +732,7 @@ class AgentCore:
         below: dict[str, dict[int, StoreRules]] = {ARENA: {}, SSD: {}}
         kept_off: set[int] = set()
         cold: dict[int, float] = {}
+        cold_quotas: dict[int, int] = {}
         limits: dict[int, RateLimit] = {}
         for namespace, info in {**self._missing, **pool.namespaces}.items():
             said = info.settings
@@ -745,6 +752,8 @@ class AgentCore:
                 kept_off.add(namespace)
             if said.allows("cold"):
                 cold[namespace] = said.ttl_s
+                if quota_bytes := said.quota_bytes.get("cold"):
+                    cold_quotas[namespace] = quota_bytes
             limits[namespace] = RateLimit(said.operations_per_s, said.bytes_per_s)
         if rules != self._rules:
             self._rules = rules
@@ -752,9 +761,8 @@ class AgentCore:
         if (below, kept_off) != (self._rules_below, self._kept_off_ssd):
             self._rules_below, self._kept_off_ssd = below, kept_off
             self._state_rules_below()
-        self._cold_ttl_s = cold
-        if self.cold is not None:
-            self.cold.configure(cold)
+        self._cold_ttl_s, self._cold_quotas = cold, cold_quotas
+        self._configure_cold()
         self.limits.configure(limits)
         self.metrics.by_namespace.keep(rules.keys())
 

@@ -7,6 +7,7 @@ does the errands), or what a get does with a block (`reads`).
 Only namespaces whose `media` name `cold` are kept here. A block that was committed at one of its
 homes is written in the background, some at a time, as one object; what waits is bounded, and what
 is beyond is left out and counted. A copy that has left DRAM before its turn is left out, too.
+Where a namespace has a quota, `cold_share` says which node stores a block, and if there is room.
 Blocks are asked for here when neither DRAM nor the disk has them, by whoever knows that they are
 here: who wrote them, and who has listed at its start what lies under the namespaces' meanings.
 
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from kvcast.hostagent.core.cold_share import ColdShare
 from kvcast.hostagent.core.store import COMMITTED, Copy, Store
 from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.protocol.messages.wire import MAX_BLOCK_BYTES, BlockId, digest_of
@@ -62,6 +64,8 @@ class ColdCounters:
     stored_bytes: int = 0
     left_out: int = 0
     """Blocks that were not written: too many waited, or they had left DRAM."""
+    left_out_quota: int = 0
+    """Blocks that were not written since their namespace's quota had no room."""
     store_errors: int = 0
     fetched: int = 0
     fetched_bytes: int = 0
@@ -124,6 +128,8 @@ class ColdTier:
         self.epoch_s = epoch_s
         self._ttl_s: dict[int, float] = {}
         """Of the namespaces that are kept here; 0 = for ever."""
+        self.shares: dict[int, ColdShare] = {}
+        """Of those of them that have a quota."""
         self._known: BoundedMap[BlockId, float] = BoundedMap(rules.max_known)
         """By when each had been committed, at the latest."""
         self._to_store: deque[tuple[Copy, int]] = deque()
@@ -144,6 +150,8 @@ class ColdTier:
         """Those whose listing has not come to its end,"""
         self._dropped: set[BlockId] = set()
         """and blocks that were dropped meanwhile, which it may still name."""
+        self._sending: dict[BlockId, int] = {}
+        """Objects on their way there, and their sizes in bytes."""
         self._errands = 0
         self._now = 0.0
 
@@ -166,11 +174,20 @@ class ColdTier:
         block = copy.block
         if not copy.home or block.namespace not in self._ttl_s or block in self._known:
             return
-        if len(self._to_store) >= self.rules.max_waiting:
+        share = self.shares.get(block.namespace)
+        if share is not None and not share.answers_for(block):
+            return
+        if self.stores_waiting >= self.rules.max_waiting:
             self.counters.left_out += 1
             return
-        self._to_store.append((copy, copy.digest))
+        to_store = self._to_store if share is None or share.is_known else share.waiting
+        to_store.append((copy, copy.digest))
         self.wake()
+
+    @property
+    def stores_waiting(self) -> int:
+        """Blocks that wait to be written."""
+        return len(self._to_store) + sum(len(share.waiting) for share in self.shares.values())
 
     def drop(self, block: BlockId) -> bool:
         """Forget a block; whether it was known."""
@@ -195,34 +212,71 @@ class ColdTier:
             if deleted:
                 self._emptying[prefix] = self._empty_task(prefix)
                 self._long.append(self._emptying[prefix])
+        if share := self.shares.pop(namespace, None):
+            self.counters.left_out += len(share.waiting)
         self.wake()
 
-    def configure(self, ttl_s: Mapping[int, float]) -> None:
-        """State the namespaces that are kept here, and how long their blocks live."""
+    def configure(
+        self,
+        ttl_s: Mapping[int, float],
+        quotas: Mapping[int, int] | None = None,
+        buckets: frozenset[int] = frozenset(),
+    ) -> None:
+        """State the namespaces that are kept here, and how long their blocks live; the `quotas` of
+        those that have one, in bytes of all nodes together; and whose first home this node is."""
         self._ttl_s = dict(ttl_s)
+        quotas = quotas or {}
+        for namespace in self.shares.keys() - quotas.keys():
+            self._to_store.extend(self.shares.pop(namespace).waiting)
+        listings = set()
+        for namespace, quota_bytes in quotas.items():
+            share = self.shares.get(namespace)
+            if share is None:
+                under_way = {b: n for b, n in self._sending.items() if b.namespace == namespace}
+                share = self.shares[namespace] = ColdShare(self.rules.max_known, under_way)
+            if share.configure(quota_bytes, buckets):
+                listings.add(namespace)
         for namespace in self._ttl_s:
             prefix = self._prefix_of(namespace)
-            if prefix is not None and self._listed.get(prefix) != namespace:
-                self._listed[prefix] = namespace
-                self._unlisted.add(prefix)
-                if prefix not in self._emptying:
-                    self._long.append(self._list_task(prefix))
+            if prefix is not None and (
+                self._listed.get(prefix) != namespace or namespace in listings
+            ):
+                self._list(namespace, prefix)
         self.wake()
 
+    def _list(self, namespace: int, prefix: str) -> None:
+        self._listed[prefix] = namespace
+        self._unlisted.add(prefix)
+        if prefix not in self._emptying:
+            self._long.append(self._list_task(prefix))
+
     def _list_task(self, prefix: str) -> Task:
+        def share() -> ColdShare | None:
+            return self.shares.get(self._listed.get(prefix, 0))
+
         def ended(now: float, error: str, data: memoryview | None) -> None:
+            mine = share()
             if prefix in self._emptying:
                 pass  # it is listed when that is done
+            elif mine is not None and not mine.awaits(task):
+                pass  # another has begun since, which will tell
             elif error and prefix in self._listed:
                 self._try_again(now, self._list_task(prefix))
             elif not error:
                 self._unlisted.discard(prefix)
                 if not self._unlisted:
                     self._dropped.clear()
+                if mine is not None:
+                    mine.listed()
+                    self._to_store.extend(mine.waiting)
+                    mine.waiting.clear()
             self._long_errands -= 1
             self._other_ended(now, error, data)
 
-        return Task(Errand.LIST, prefix, ended)
+        task = Task(Errand.LIST, prefix, ended)
+        if (mine := share()) is not None:
+            mine.begin_listing(task, self._now)
+        return task
 
     def _empty_task(self, prefix: str) -> Task:
         def ended(now: float, error: str, data: memoryview | None) -> None:
@@ -241,6 +295,9 @@ class ColdTier:
 
     def _delete_task(self, block: BlockId, name: str) -> Task:
         def ended(now: float, error: str, data: memoryview | None) -> None:
+            share = self.shares.get(block.namespace)
+            if share is not None and error in (DONE, GONE) and block not in self._known:
+                share.gone(block)
             room = len(self._again) < self.rules.max_waiting
             if error not in (DONE, GONE) and block not in self._known and room:
                 self._try_again(now, task)
@@ -266,17 +323,21 @@ class ColdTier:
         prefix = self._prefix_of(block.namespace)
         return None if prefix is None else f"{prefix}{block.key.hex()}"
 
-    def found(self, prefix: str, names: Iterable[str]) -> None:
-        """Objects that are there; names that are none of ours are passed over."""
+    def found(self, prefix: str, objects: Iterable[tuple[str, int]]) -> None:
+        """Objects that are there, and their sizes in bytes; names that are none of ours are passed
+        over."""
         namespace = self._listed.get(prefix)
         if namespace is None or prefix in self._emptying:
             return
-        for name in names:
+        share = self.shares.get(namespace)
+        for name, size_bytes in objects:
             text = name.removeprefix(prefix)
             if len(text) == 32 and not set(text) - set("0123456789abcdef"):
                 block = BlockId(namespace, bytes.fromhex(text))
                 if block not in self._dropped and not self.holds(block):
                     self._known[block] = self._now
+                if share is not None:
+                    share.found(block, size_bytes)
 
     # --- errands ------------------------------------------------------------------------------
 
@@ -309,17 +370,42 @@ class ColdTier:
             fetch.ended(self._now, GONE, 0, 0.0)
         if self._others:
             return self._others.popleft()
-        if self._long and self._long_errands < max(1, self.rules.max_errands // 2):
-            self._long_errands += 1
-            return self._long.popleft()
+        if long := self._next_long():
+            return long
         while self._to_store:
             copy, digest = self._to_store.popleft()
             name = self._name_of(copy.block)
             if name is None or copy.state != COMMITTED or copy.digest != digest:
                 self.counters.left_out += 1
                 continue
-            return self._store_task(copy, name)
-        return None
+            share = self.shares.get(copy.block.namespace)
+            if share is None or self._has_room(share, copy, digest):
+                return self._store_task(copy, name)
+        return self._next_long()  # a quota may have asked for a listing
+
+    def _next_long(self) -> Task | None:
+        if not self._long or self._long_errands >= max(1, self.rules.max_errands // 2):
+            return None
+        self._long_errands += 1
+        return self._long.popleft()
+
+    def _has_room(self, share: ColdShare, copy: Copy, digest: int) -> bool:
+        """Whether a block may be written by its namespace's quota; it may have to wait for a
+        listing to tell."""
+        block = copy.block
+        if not share.answers_for(block) or block in self._known:
+            return False
+        if share.is_known:
+            if share.has_room(block, HEAD.size + copy.size_bytes):
+                return True
+            if not share.wants_listing(self._now):
+                self.counters.left_out_quota += 1
+                return False
+            prefix = self._prefix_of(block.namespace)
+            assert prefix is not None
+            self._list(block.namespace, prefix)
+        share.waiting.append((copy, digest))
+        return False
 
     def _store_task(self, copy: Copy, name: str) -> Task:
         meaning = self.meaning_of(copy.block.namespace)
@@ -330,9 +416,17 @@ class ColdTier:
         )
         view = self._memory[copy.offset : copy.offset + copy.size_bytes]
         self._store.pin(copy)
+        self._sending[copy.block] = size_bytes = HEAD.size + copy.size_bytes
+        share = self.shares.get(copy.block.namespace)
+        if share is not None:
+            share.sending(copy.block, size_bytes)
 
         def ended(now: float, error: str, _data: memoryview | None) -> None:
             self._errand_ended(now)
+            self._sending.pop(copy.block, None)
+            share = self.shares.get(copy.block.namespace)  # there may be another by now
+            if share is not None:
+                share.sent(copy.block)
             view.release()
             dropped = copy.state != COMMITTED
             self._store.unpin(copy)
@@ -393,6 +487,8 @@ class ColdTier:
                 self.counters.fetch_errors += 1
                 if error == GONE:
                     self._known.pop(fetch.block, None)
+                    if (share := self.shares.get(fetch.block.namespace)) is not None:
+                        share.gone(fetch.block)
                 fetch.ended(now, error or GONE, 0, 0.0)
                 return
             if not self.holds(fetch.block):  # it was dropped meanwhile
@@ -439,6 +535,6 @@ class ColdTier:
         """Present values by name."""
         return {
             "cold_blocks_known": float(len(self._known)),
-            "cold_stores_waiting": float(len(self._to_store)),
+            "cold_stores_waiting": float(self.stores_waiting),
             "cold_fetches_waiting": float(len(self._to_fetch)),
         }

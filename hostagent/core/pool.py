@@ -125,6 +125,10 @@ class Pool:
             if self.index in (nodes[: self._settled] if self._settled else nodes)
         ]
 
+    def first_buckets(self) -> frozenset[int]:
+        """The buckets whose first home this node is."""
+        return frozenset(b for b, nodes in enumerate(self._buckets) if nodes[:1] == (self.index,))
+
     def other_homes_of(self, block: BlockId) -> list[int]:
         """The block's homes without this node."""
         return [node for node in self.homes_of(block) if node != self.index]

@@ -88,6 +88,14 @@ def _metrics_by_namespace(core: AgentCore) -> Iterator[Metric]:
     further = GaugeMetricFamily(
         "kvcast_namespace_arena_bytes", "bytes of further arenas taken", labels=_LABELS
     )
+    in_store = GaugeMetricFamily(
+        "kvcast_namespace_cold_bytes",
+        "bytes of objects that count for this node's part of a quota of the object store",
+        labels=_LABELS,
+    )
+    in_store_most = GaugeMetricFamily(
+        "kvcast_namespace_cold_quota_bytes", "that part, where there is one", labels=_LABELS
+    )
     quota = GaugeMetricFamily(
         "kvcast_namespace_quota_bytes", "bytes of arena allowed, 0 = no limit", labels=_LABELS
     )
@@ -105,6 +113,10 @@ def _metrics_by_namespace(core: AgentCore) -> Iterator[Metric]:
         arenas = [tier.shelf for tier in core.tiers if tier is not core.ssd]
         if arenas:
             further.add_metric(labels, sum(shelf.namespace_bytes(number) for shelf in arenas))
+        share = core.cold.shares.get(number) if core.cold is not None else None
+        if share is not None:
+            in_store.add_metric(labels, share.taken_bytes)
+            in_store_most.add_metric(labels, share.most_bytes)
         mine = counted.get(number)
         if mine is None:
             continue
@@ -125,4 +137,4 @@ def _metrics_by_namespace(core: AgentCore) -> Iterator[Metric]:
                 labelled.add_metric([*labels, name], value)
         seconds.add_metric(labels, mine.get_time.buckets(), mine.get_time.sum)
     yield from (gets, hits, misses, home_misses, puts, got_bytes, put_bytes, limited)
-    yield from (held, on_disk, further, quota, seconds)
+    yield from (held, on_disk, further, in_store, in_store_most, quota, seconds)

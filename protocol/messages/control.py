@@ -75,7 +75,7 @@ POLICIES = ("lru", "lfu", "fifo", "arc", "s3fifo", "ttl", "value")
 """Eviction policies that a namespace can have (`kvcast.hostagent.tiers.policies`)."""
 TIERS = ("dram", "arena", "ssd")
 """Tiers of an agent; of each a namespace can be assured a share."""
-QUOTA_TIERS = (*TIERS, "switch")
+QUOTA_TIERS = (*TIERS, "switch", "cold")
 """Tiers that a namespace can have a quota of."""
 MEDIA = ("dram", "ssd", "switch", "cold")
 """What a namespace's blocks may lie on; dram always."""
@@ -99,8 +99,9 @@ class NamespaceSettings(Struct, frozen=True, forbid_unknown_fields=True):
     agents' own options say.
 
     `policy`: one of `POLICIES`; `quota_bytes` by tier (`QUOTA_TIERS`; arena: of each further one),
-    on each node, and of the switch's memory, where a block takes whole segments; `assured_bytes`
-    (`TIERS`): what other namespaces cannot take from it, on each node; `operations_per_s`
+    on each node, of the switch's memory, where a block takes whole segments, and of the object
+    store, of all nodes together; `assured_bytes` (`TIERS`): what other namespaces cannot take from
+    it, on each node; `operations_per_s`
     (keys of gets and puts) and `bytes_per_s`, on each node; `weight`: its share of transfers that
     wait for the same way, as against other namespaces'; `ttl_s`: how long a block lives (with the
     policy ttl after its last use, else after it was stored); `media`: of `MEDIA`, empty = all;

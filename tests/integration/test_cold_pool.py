@@ -112,6 +112,49 @@ async def test_blocks_come_back_from_a_folder(tmp_path: Path) -> None:
     assert len(files(folder)) == COUNT
 
 
+@NEEDS_OBSTORE
+async def test_two_nodes_and_who_comes_after_them_keep_to_one_quota(tmp_path: Path) -> None:
+    folder = tmp_path / "objects"
+    folder.mkdir()
+    quota_bytes = 20 * (HEAD.size + len(data_of(COUNT)))
+    change = with_cold(f"file://{folder}", 1, 2)
+
+    def taken_bytes() -> int:
+        return sum(path.stat().st_size for path in files(folder))
+
+    async def put_and_wait(pool: Pool, numbers: range) -> None:
+        for number in numbers:
+            await pool.clients[1].put(1, {key_of(number, number % 2): data_of(number)})
+            for node in (1, 2):
+                tier = tier_at(pool, node)
+                await until(lambda tier=tier: not tier.stores_waiting and not tier._errands)
+            assert taken_bytes() <= quota_bytes
+
+    async with running_pool(tmp_path, 2, change) as pool:
+        pool.controller.homes_of = lambda bucket: [f"node-{1 + bucket % 2}"]
+        info = pool.controller.namespaces[0]
+        pool.controller.namespaces[0] = msgspec.structs.replace(
+            info,
+            settings=NamespaceSettings(media=["dram", "cold"], quota_bytes={"cold": quota_bytes}),
+        )
+        pool.controller.publish()
+        await pool.settled()
+        await put_and_wait(pool, range(2 * COUNT))
+        of_each = {
+            sum(p.stat().st_size for p in files(folder) if int(p.name, 16) % 2 == node)
+            for node in (0, 1)
+        }
+        assert all(quota_bytes // 2 - 50_000 < taken <= quota_bytes // 2 for taken in of_each)
+        full = files(folder)
+        await pool.kill(1)
+        await pool.start_agent(1, change)
+        await pool.settled()
+        await pool.client(1)
+        await put_and_wait(pool, range(2 * COUNT, 3 * COUNT))
+        assert files(folder) == full
+        assert tier_at(pool, 1).counters.left_out_quota > 0
+
+
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URL of a bucket at an S3 server on this machine."""

@@ -65,9 +65,11 @@ class Bench:
                 if self.listings_fail:
                     error = "it does not answer"
                 else:
-                    names = [name for name in self.objects if name.startswith(task.name)]
-                    self.tier.found(task.name, names)
+                    self.tier.found(task.name, self.listed(task.name))
         task.ended(self.now, error, data)
+
+    def listed(self, prefix: str) -> list[tuple[str, int]]:
+        return [(name, len(data)) for name, data in self.objects.items() if name.startswith(prefix)]
 
     def work(self) -> list[Errand]:
         done = []
@@ -134,7 +136,7 @@ def test_what_is_dropped_while_the_store_is_listed_is_deleted_and_not_found() ->
         bench.objects[name(number)] = packed(number, b"from before")
     bench.tier.configure({1: 0.0})
     (listing,) = bench.tier.take_tasks(bench.now)
-    names = list(bench.objects)
+    names = bench.listed(listing.name)
     bench.store.drop(block(1))
     assert bench.work() == [Errand.DELETE]
     bench.tier.found(listing.name, names)
@@ -181,7 +183,7 @@ def test_a_namespace_that_is_made_again_is_listed_when_all_that_it_held_is_delet
     bench.deletions_fail = True
     assert bench.work() == [Errand.DELETE_ALL]
     bench.tier.configure({1: 0.0})
-    bench.tier.found(listing.name, list(bench.objects))
+    bench.tier.found(listing.name, bench.listed(listing.name))
     listing.ended(bench.now, DONE, None)
     assert bench.work() == []
     assert not bench.tier.holds(block(1)), "it was dropped"
@@ -204,7 +206,7 @@ def test_listings_that_take_long_hold_up_neither_readers_nor_what_is_stored() ->
     listings = bench.tier.take_tasks(bench.now)
     assert [task.errand for task in listings] == [Errand.LIST] * 2
     bench.objects[name(1)] = packed(1, b"from before")
-    bench.tier.found(PREFIX, [name(1)])
+    bench.tier.found(PREFIX, [(name(1), 9)])
     bench.put(2)
     assert bench.tier.read(block(1), lambda size: memoryview(bytearray(size)), lambda *_: None)
     assert bench.work() == [Errand.FETCH, Errand.STORE]
@@ -228,16 +230,16 @@ def test_what_a_store_gives_back_is_believed_if_it_says_what_it_should() -> None
     }
     for number, (what, data) in enumerate(wrong.items(), start=1):
         bench.objects[name(1)] = data
-        bench.tier.found(PREFIX, [name(1)])
+        bench.tier.found(PREFIX, [(name(1), 9)])
         bench.work()
-        bench.tier.found(PREFIX, [name(1)])
+        bench.tier.found(PREFIX, [(name(1), 9)])
         assert bench.read(1) == DAMAGED, what
         assert bench.tier.counters.damaged == number
         assert name(1) not in bench.objects, "and is deleted"
         assert not bench.tier.holds(block(1))
     for since, error in ((1e9, DONE), (1e9 - 51, GONE), (1e18, DONE), (math.nan, DONE)):
         bench.objects[name(1)] = packed(1, b"bytes", since=since)
-        bench.tier.found(PREFIX, [name(1)])
+        bench.tier.found(PREFIX, [(name(1), 9)])
         assert bench.read(1) == error, since
     assert bench.got == [(name(1), b"bytes")] * 3
 
@@ -263,11 +265,10 @@ def test_names_that_are_none_of_ours_are_passed_over() -> None:
     bench.tier.configure({1: 0.0})
     bench.work()
     key = "0" * 32
-    bench.tier.found(
-        PREFIX, [f"{PREFIX}{key}x", f"{PREFIX}x", f"other/{key}", "", f"{PREFIX}{key}"]
-    )
+    names = [f"{PREFIX}{key}x", f"{PREFIX}x", f"other/{key}", "", f"{PREFIX}{key}"]
+    bench.tier.found(PREFIX, [(name, 9) for name in names])
     assert bench.tier.values()["cold_blocks_known"] == 1
-    bench.tier.found("other/", [f"other/{key}"])
+    bench.tier.found("other/", [(f"other/{key}", 9)])
     assert bench.tier.values()["cold_blocks_known"] == 1
 
 
@@ -280,7 +281,7 @@ def test_what_waits_and_what_is_known_is_bounded() -> None:
     assert bench.tier.counters.left_out == 2
     assert len(bench.tier.take_tasks(0.0)) == 2
     assert bench.tier.take_tasks(0.0) == []
-    bench.tier.found(PREFIX, [name(number) for number in range(100, 110)])
+    bench.tier.found(PREFIX, [(name(number), 9) for number in range(100, 110)])
     assert bench.tier.values()["cold_blocks_known"] == 4
     reads = [
         bench.tier.read(block(number), lambda _size: None, lambda *_: None)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from kvcast.hostagent import object_stores
-from kvcast.hostagent.object_stores import ColdError, Mooncake, Threads, open_store
+from kvcast.hostagent.object_stores import ColdError, Listed, Mooncake, Threads, open_store
 
 
 class LibraryDouble:
@@ -183,13 +183,13 @@ async def test_all_of_a_prefix_is_deleted_although_others_delete_it_too(
     names = [f"c/all/{number:03}" for number in range(150)]
     for name in (*names, "c/other/0"):
         await store.put(name, b"x")
-    list_names = store.names
+    list_objects = store.objects
 
-    async def names_of_which_others_take_some(prefix: str) -> AsyncIterator[Sequence[str]]:
-        async for some in list_names(prefix):
-            (tmp_path / some[len(some) // 2]).unlink()
+    async def objects_of_which_others_take_some(prefix: str) -> AsyncIterator[Sequence[Listed]]:
+        async for some in list_objects(prefix):
+            (tmp_path / some[len(some) // 2][0]).unlink()
             yield some
 
-    monkeypatch.setattr(store, "names", names_of_which_others_take_some)
+    monkeypatch.setattr(store, "objects", objects_of_which_others_take_some)
     await store.delete_all("c/all/")
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["0"]
