@@ -26,6 +26,11 @@ reason enough.
 
 *Quotas*: a namespace may have a `Room` of its own, in slots. A contender that finds it full
 displaces blocks of its own namespace, by the same rules, and others only for what it still lacks.
+
+What is read seldom has faded whether it is wanted or *dead* (read for the last time), so counts do
+not tell one from the other. Under `value` one more thing displaces, therefore: a block that is
+`DEAD_MARGIN` times as likely to be read twice more (the first of these reads fills) as a resident
+is to be read at all, as far as `reuse` has learned.
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from kvcast.controller.core.ghosts import Rule, Standing
+from kvcast.controller.core.reuse import Reuse, times_of
 from kvcast.protocol.messages.wire import CELLS, CHUNKS_PER_SEGMENT, SEGMENT_BYTES, BlockId
 
 Rows: TypeAlias = npt.NDArray[np.intp] | slice
@@ -54,6 +60,13 @@ MAX_CANDIDATES = 65_536
 
 BEST_WITH_QUOTA = 16
 """Blocks of one namespace that has a quota among the best, at most."""
+DEAD_MARGIN = 2.0
+"""How many times as likely as a resident is to be read again a block must be to be read again and
+then be answered, to displace it for that."""
+REUSE_BLOCKS = 2048
+"""Of the blocks whose heat is remembered, how many teach how soon blocks are read again."""
+REUSE_PERIOD_S = 0.5
+"""How often what they teach is looked at."""
 
 LEAST_FADE_READS = 64
 """Reads after which counts halve in a switch of fewer slots: one block's own are not enough."""
@@ -180,6 +193,13 @@ class HeatMap:
         self._switch_reads = array("d")
         self._home_reads = array("d")
         self._read_at = array("d")
+        self._heard_at = array("d")
+        """When a home or the switch last told of reads that were answered."""
+        self._again = array("b")
+        """Whether it was told of more than one; -1 = of none."""
+        self._reuse = Reuse()
+        self._chances = np.zeros((2, 0))
+        self._chances_at = -inf
         self._fan_out = array("d")
         self._depth = array("q")
         self._segments = array("q")
@@ -225,6 +245,10 @@ class HeatMap:
             self._depth[row] = depth
         self._size_bytes[row] = size_bytes
         self._segments[row] = _segments_of(size_bytes)
+        if row < REUSE_BLOCKS:
+            self._answered(row, reads, now)
+        elif self._again[row] < 1:
+            self._again[row] += 1
 
     def served(self, block: BlockId, reads: float, now: float) -> None:
         """The switch served `reads` READs from a resident."""
@@ -232,6 +256,23 @@ class HeatMap:
         self._heard(reads)
         self._switch_reads[row] += reads
         self._read_at[row] = now
+        if row < REUSE_BLOCKS:
+            self._answered(row, reads, now)
+        elif self._again[row] < 1:
+            self._again[row] += 1
+
+    def _answered(self, row: int, reads: float, now: float) -> None:
+        """The row's block was read, after what was told of it last."""
+        again = self._again[row]
+        count = max(1, round(reads / self._segments[row]))
+        if again >= 0:
+            self._reuse.read_again(again, now - self._heard_at[row])
+        elif count > 1:
+            self._reuse.read_again(0, 0.0)
+        if count > 1 and (further := count - (1 if again >= 0 else 2)):
+            self._reuse.read_again(1, 0.0, further)
+        self._again[row] = 1 if count > 1 or again >= 0 else 0
+        self._heard_at[row] = now
 
     def segments(self, block: BlockId) -> int:
         """Of a block that is known."""
@@ -301,6 +342,8 @@ class HeatMap:
             for column in (self._at, self._switch_reads, self._home_reads, self._fan_out):
                 column.append(0.0)
             self._read_at.append(-inf)
+            self._heard_at.append(-inf)
+            self._again.append(-1)
             for number in (self._depth, self._segments, self._size_bytes, self._namespace):
                 number.append(0)
         self._rows[block] = row
@@ -326,6 +369,7 @@ class HeatMap:
         self._free.append(row)
         self._switch_reads[row] = self._home_reads[row] = 0.0
         self._read_at[row] = -inf
+        self._again[row] = -1
         self._depth[row] = self._size_bytes[row] = 0
 
     def _decays(self, now: float, rows: Rows) -> Floats:
@@ -368,6 +412,25 @@ class HeatMap:
             for block, *look in zip(known, *(c.tolist() for c in (*columns, depths)), strict=True):
                 looks[block] = Look(*look)
         return looks
+
+    def chances(self, blocks: Iterable[BlockId], now: float) -> dict[BlockId, tuple[float, float]]:
+        """How likely each is to be read again, and to be read twice; an unknown one is not."""
+        found = dict.fromkeys(blocks, (0.0, 0.0))
+        known = [block for block in found if block in self._rows]
+        if not known:
+            return found
+        if now - self._chances_at >= REUSE_PERIOD_S:
+            again = np.frombuffer(self._again, np.int8)[:REUSE_BLOCKS]
+            told = np.flatnonzero(again >= 0)
+            waiting_s = now - np.frombuffer(self._heard_at)[told]
+            self._chances = self._reuse.chances(again[told].astype(np.intp), waiting_s)
+            self._chances_at = now
+        rows = np.array([self._rows[block] for block in known], np.intp)
+        classes = np.maximum(np.frombuffer(self._again, np.int8)[rows], 0).astype(np.intp)
+        once = self._chances[classes, times_of(now - np.frombuffer(self._read_at)[rows])]
+        twice = once * self._chances[1, 0]
+        found.update(zip(known, zip(once.tolist(), twice.tolist(), strict=True), strict=True))
+        return found
 
     def value(self, block: BlockId, now: float) -> float:
         """Bytes saved a cell over the horizon; 0 for an unknown block."""
@@ -442,6 +505,9 @@ def choose(
         (h for h in holders if not h.pinned),
         key=lambda h: (looks[h.block].value, -looks[h.block].depth, h.block),
     )
+    chances = heat.chances(looks, now) if heat.rule is Rule.VALUE else {}
+    likely = [(chances[h.block][0], h) for h in victims] if chances else []
+    likely.sort(key=lambda each: each[0])
     order = sorted(
         contenders,
         key=lambda c: (not c.pinned, -looks[c.block].value, looks[c.block].depth, c.block),
@@ -474,51 +540,64 @@ def choose(
             _reserve(everywhere, own, wanted)
             choice.refused.append((contender, "waits for slots to drain"))
             continue
-        if not contender.pinned and reads < options.displace_reads:
-            choice.refused.append(
-                (contender, f"{reads:.1f} reads expected, too few to displace others")
-            )
-            continue
-        stay_s = -inf if contender.pinned else options.min_stay_s
-        chosen: list[Holder] = []
-        if of_own > 0:
-            mine = (v for v in victims if v.block.namespace == namespace)
-            chosen = _slots_of((v for v in mine if now - v.admitted_at >= stay_s), of_own)
-        gained = sum(v.slots for v in chosen)
-        if gained < of_own:
-            assert own is not None
-            choice.refused.append(
-                (contender, f"needs {wanted} slots, {wanted - of_own + gained} can be had by its "
-                 f"namespace's quota of {own.most}")
-            )  # fmt: skip
-            continue
-        rest = (v for v in victims if not chosen or v not in chosen)
-        chosen += _slots_of((v for v in rest if now - v.admitted_at >= stay_s), of_any - gained)
-        gained = sum(v.slots for v in chosen)
-        if gained < of_any:
-            choice.refused.append(
-                (contender, f"needs {wanted} slots, {wanted - of_any + gained} can be had")
-            )
-            continue
-        price = sum(looks[v.block].value * v.slots for v in chosen)
-        if not contender.pinned and value * wanted < options.margin * price:
-            choice.refused.append(
-                (contender, f"value {value * wanted:.0f} < {options.margin:g} × {price:.0f}")
-            )
-            continue
+        enough = 0.0 if contender.pinned or not chances else chances[contender.block][1]
+        dead = [holder for chance, holder in likely if DEAD_MARGIN * chance < enough]
+        reason = f"hardly read again, displaced by {value:.0f}"
+        stay_s = options.min_stay_s
+        chosen, lacks_own, lacks = _find(dead, namespace, of_own, of_any, now - stay_s)
+        if lacks_own > 0 or lacks > 0:
+            if not contender.pinned and reads < options.displace_reads:
+                choice.refused.append(
+                    (contender, f"{reads:.1f} reads expected, too few to displace others")
+                )
+                continue
+            reason = "for a pinned block" if contender.pinned else f"displaced by {value:.0f}"
+            until = inf if contender.pinned else now - stay_s
+            chosen, lacks_own, lacks = _find(victims, namespace, of_own, of_any, until)
+            if lacks_own > 0:
+                assert own is not None
+                choice.refused.append(
+                    (contender, f"needs {wanted} slots, {wanted - lacks_own} can be had by its "
+                     f"namespace's quota of {own.most}")
+                )  # fmt: skip
+                continue
+            if lacks > 0:
+                choice.refused.append(
+                    (contender, f"needs {wanted} slots, {wanted - lacks} can be had")
+                )
+                continue
+            price = sum(looks[v.block].value * v.slots for v in chosen)
+            if not contender.pinned and value * wanted < options.margin * price:
+                choice.refused.append(
+                    (contender, f"value {value * wanted:.0f} < {options.margin:g} × {price:.0f}")
+                )
+                continue
         for victim in chosen:
             victims.remove(victim)
-            reason = "for a pinned block" if contender.pinned else (
-                f"value {looks[victim.block].value:.0f}, displaced by {value:.0f}"
-            )  # fmt: skip
-            choice.evict.append((victim.block, reason))
+            choice.evict.append((victim.block, f"value {looks[victim.block].value:.0f}, {reason}"))
             everywhere.coming_free += victim.slots
             its_own = (rooms or {}).get(victim.block.namespace)
             if its_own is not None:
                 its_own.coming_free += victim.slots
+        likely = [each for each in likely if each[1] not in chosen]
         _reserve(everywhere, own, wanted)
         choice.refused.append((contender, "waits for its victims' slots"))
     return choice
+
+
+def _find(
+    victims: Sequence[Holder], namespace: int, of_own: int, of_any: int, until: float
+) -> tuple[list[Holder], int, int]:
+    """The first of those admitted by then that have `of_own` slots of the namespace's own, and
+    `of_any` in all; and how many of either they lack."""
+    chosen: list[Holder] = []
+    if of_own > 0:
+        mine = (v for v in victims if v.block.namespace == namespace)
+        chosen = _slots_of((v for v in mine if v.admitted_at <= until), of_own)
+    gained = sum(v.slots for v in chosen)
+    rest = (v for v in victims if not chosen or v not in chosen)
+    chosen += _slots_of((v for v in rest if v.admitted_at <= until), of_any - gained)
+    return chosen, of_own - gained, of_any - sum(v.slots for v in chosen)
 
 
 def _slots_of(victims: Iterable[Holder], wanted: int) -> list[Holder]:
