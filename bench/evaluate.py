@@ -20,13 +20,16 @@ others, if it hears of each read and fills in no time), `value_over_best_online_
 the best such policy but ours), `value_over_optimum_after_fill_min` (over the optimum of the reads
 alone that a controller beside the switch can have answered),
 `value_over_reachable_optimum_min` (the same, where such a controller hears of reads no sooner
-than in a pool), `value_over_best_told_as_late_min` (over those of the best of the others, if they
-heard of reads when our controller does, and what they let in were filled by the next read, as in
-the switch), `value_over_best_as_a_switch_fills_min` (the same, but told of each read at once; no
-bound, and neither is the former: ours is another rule, and is above 1 where it does better; these
-and the other ratio to the others are null where the extra `policies` is not installed),
+than in a pool), `value_over_reachable_min` (the same of those rows alone
+whose reachable optimum answers `WORTH_COMPARING` of the bytes read or more: of next to nothing a
+policy has all or none), `value_over_best_told_as_late_min` (over those of the best of the others,
+if they heard of reads when our controller does, and what they let in were filled by the next read,
+as in the switch), `value_over_best_as_a_switch_fills_min` (the same, but told of each read at once;
+no bound, and neither is the former: ours is another rule, and is above 1 where it does better;
+these and the other ratio to the others are null where the extra `policies` is not installed),
 `hosts_max`, `seconds_per_simulated_hour_10k` (of real time; extrapolated from
-`seconds_simulated_of_the_hour_10k` where that is below 3600, since the time for it ran out).
+`seconds_simulated_of_the_hour_10k` where that is below 3600, since the time for it ran out; that
+is said on stderr, too).
 """
 
 from __future__ import annotations
@@ -69,6 +72,9 @@ PARTS = (
     "layers",
     "scale",
 )
+WORTH_COMPARING = 0.02
+"""Share of the bytes read that the reachable optimum answers, from which ours is held against
+it."""
 REAL = ("pool", "adaptive")
 """Those that start agents and switches."""
 _POOL_READS = 160
@@ -317,6 +323,11 @@ def evaluate(
         report["load"][part] = round(os.getloadavg()[0], 1)
         report["took_s"][part] = round(time.monotonic() - began, 1)
         say(f"{part}: {report['took_s'][part]} s")
+        if part == "scale" and report.get(part, {}).get("extrapolated"):
+            say(
+                f"scale: the time for it ran out after {report[part]['simulated_s']:.0f} s of the "
+                "hour; what the hour takes is extrapolated"
+            )
         so_far(report | headline(report))
     return report | headline(report) | provenance.provenance()
 
@@ -353,6 +364,14 @@ def headline(report: Numbers) -> Numbers:
             # None where the other policies are not installed.
             known = [row[ratio] for row in memory if row[ratio] is not None]
             top[f"{ratio}_min"] = min(known, default=None)
+        top["value_over_reachable_min"] = min(
+            (
+                row["value_over_reachable_optimum"]
+                for row in memory
+                if row["hit_share"]["reachable optimum"] >= WORTH_COMPARING
+            ),
+            default=None,
+        )
     if scale := report.get("scale"):
         top["hosts_max"] = scale["hosts"]
         top["seconds_per_simulated_hour_10k"] = scale["seconds_per_hour"]

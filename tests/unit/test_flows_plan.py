@@ -154,8 +154,11 @@ def test_the_headline_is_the_worst_case() -> None:
         ],
         "pool": [{"egress_error": -0.07, "fetch_error": 0.01}],
         "memory": [
-            dict.fromkeys(RATIOS, 0.5),
-            dict.fromkeys(RATIOS, 1.0) | {"value_over_best_online": 0.4},
+            dict.fromkeys(RATIOS, 0.5) | {"hit_share": {"reachable optimum": 0.02}},
+            dict.fromkeys(RATIOS, 1.0)
+            | {"value_over_best_online": 0.4, "hit_share": {"reachable optimum": 0.9}},
+            dict.fromkeys(RATIOS, 1.0)
+            | {"value_over_reachable_optimum": 0.1, "hit_share": {"reachable optimum": 0.019}},
         ],
     }
     top = evaluate.headline(report)
@@ -164,6 +167,8 @@ def test_the_headline_is_the_worst_case() -> None:
     assert top["value_over_optimum_min"] == 0.5
     assert top["value_over_optimum_after_fill_min"] == 0.5
     assert top["value_over_best_online_min"] == 0.4
+    assert top["value_over_reachable_optimum_min"] == 0.1
+    assert top["value_over_reachable_min"] == 0.5, "of next to nothing, all or none is no ratio"
 
 
 def memory_row(stream: str, value: int, before_the_fill: int, **ratios: Any) -> dict[str, Any]:
@@ -172,7 +177,11 @@ def memory_row(stream: str, value: int, before_the_fill: int, **ratios: Any) -> 
         "stream": stream,
         "slots": 128,
         "reads": 100,
-        "hit_share": {"value": value / 100, "optimum": (value + before_the_fill) / 100},
+        "hit_share": {
+            "value": value / 100,
+            "reachable optimum": value / 100,
+            "optimum": (value + before_the_fill) / 100,
+        },
         "optimum_reads": {"value": value, **parts, "before the fill": before_the_fill},
         **dict.fromkeys(RATIOS, None),
         **ratios,
@@ -246,6 +255,23 @@ def test_an_hour_that_was_not_simulated_whole_says_so() -> None:
     assert top["seconds_simulated_of_the_hour_10k"] == 20.0
     whole = questions.scale(lines, hosts=64, seconds=3600.0, slice_s=1800.0, budget_s=60.0)
     assert (whole["simulated_s"], whole["extrapolated"]) == (3600.0, False)
+
+
+@pytest.mark.parametrize(("simulated_s", "said"), [(40.0, True), (3600.0, False)])
+def test_an_hour_that_was_not_simulated_whole_is_said_to_be_extrapolated(
+    monkeypatch: pytest.MonkeyPatch, simulated_s: float, said: bool
+) -> None:
+    scale = {
+        "hosts": 8,
+        "seconds_per_hour": 9.0,
+        "simulated_s": simulated_s,
+        "extrapolated": simulated_s < 3600,
+    }
+    monkeypatch.setattr(questions, "scale", lambda _lines: scale)
+    told: list[str] = []
+    report = evaluate.evaluate({}, parts=["scale"], say=told.append)
+    assert any("after 40 s of the hour" in text for text in told) is said
+    assert report["seconds_simulated_of_the_hour_10k"] == simulated_s
 
 
 def test_each_stream_has_the_namespaces_that_are_its_own() -> None:
