@@ -254,7 +254,7 @@ def test_what_has_outlived_its_time_does_not_count_as_held() -> None:
     blocks = [block(1), block(2), block(3, namespace=2)]
     bench.store.advance(49.0)
     assert [bench.tier.holds(each) for each in blocks] == [True, True, True]
-    bench.tier.found(PREFIX, [name(2)])  # listed anew, it is no younger
+    bench.tier.found(PREFIX, [(name(2), 100)])  # listed anew, it is no younger
     bench.store.advance(50.0)
     assert [bench.tier.holds(each) for each in blocks] == [False, False, True]
     assert bench.read(2) == GONE

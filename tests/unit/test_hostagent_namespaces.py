@@ -162,7 +162,7 @@ def test_what_a_namespace_has_in_the_object_store_outlives_its_number(how: str) 
     tasks = cold.take_tasks(node.now)
     assert Errand.DELETE_ALL not in {task.errand for task in tasks}
     prefix = f"cluster/{meaning_of(info):016x}/"
-    cold.found(prefix, [f"{prefix}{key(1).hex()}"])
+    cold.found(prefix, [(f"{prefix}{key(1).hex()}", 100)])
     assert cold.holds(BlockId(2, key(1))), "it is found by the number that it has now"
     assert not cold.holds(BlockId(1, key(1)))
 
