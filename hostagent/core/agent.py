@@ -841,10 +841,8 @@ class AgentCore:
         self._missing = missing
         if missing or changed or deleted:
             self.reads.forget_namespaces(now, missing.keys() | changed | deleted)
-        lasting = {meaning_of(info) for info in pool.namespaces.values()}
         for namespace in changed | deleted:
-            meant = meaning_of(before[namespace])
-            self.store.drop_namespace(namespace, deleted=meant not in lasting)
+            self.store.drop_namespace(namespace)
         for namespace, info in missing.items():
             mine = not info.nodes or self.options.node_id in info.nodes
             if mine and namespace not in self._asked_again:
@@ -866,9 +864,8 @@ class AgentCore:
                 and meaning_of(again) == meaning_of(info)
             )
             if not same:
-                # Whom this node may not have it from, or another number, may have it for others.
-                renamed = isinstance(again, NamespaceInfo) and meaning_of(again) != meaning_of(info)
-                self.store.drop_namespace(namespace, deleted=renamed)
+                # One that is refused to this node may be there for others.
+                self.store.drop_namespace(namespace, deleted=isinstance(again, NamespaceInfo))
 
         parts = (info.tenant, info.model, info.version, info.layout)
         self.ask_controller(lambda number: NamespaceRequest(number, *parts), found)

@@ -253,7 +253,7 @@ class Beyond(Protocol):
 
     def drop_namespace(self, namespace: int, *, deleted: bool = True) -> None:
         """Forget all blocks of a namespace. `deleted`: nobody shall find them again; else others
-        may go on using them, under another number perhaps."""
+        may go on using them."""
         ...
 
 

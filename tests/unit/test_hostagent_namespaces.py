@@ -8,7 +8,6 @@ tests/integration/test_pool_tenants.py).
 from __future__ import annotations
 
 import msgspec
-import pytest
 from kvcast.hostagent.core.cold import ColdRules, ColdTier, Errand
 from kvcast.hostagent.core.namespace_metrics import COLD, EVICTED_DRAM, EXPIRED
 from kvcast.hostagent.core.sessions import Session
@@ -137,8 +136,7 @@ def test_of_a_number_that_changes_its_meaning_only_the_old_one_leaves_the_object
     assert told_to == [(Errand.LIST, was), (Errand.DELETE_ALL, was), (Errand.LIST, now)]
 
 
-@pytest.mark.parametrize("how", ["in the map", "when asked", "for others alone"])
-def test_what_a_namespace_has_in_the_object_store_outlives_its_number(how: str) -> None:
+def test_what_a_namespace_has_in_the_object_store_outlives_a_refusal_to_one_node() -> None:
     settings = NamespaceSettings(media=["dram", "cold"])
     node = node_with(settings)
     said: list[AgentMessage] = []
@@ -147,24 +145,16 @@ def test_what_a_namespace_has_in_the_object_store_outlives_its_number(how: str) 
     node.core.use_cold(cold)
     before = told(settings)
     (info,) = before.namespaces
-    moved = msgspec.structs.replace(info, namespace=2)
-    other = msgspec.structs.replace(info, model="other")
-    if how == "in the map":
-        node.take_map(msgspec.structs.replace(before, epoch=2, namespaces=[other, moved]))
-    else:  # the controller has lost its state, and is asked for it
-        node.take_map(msgspec.structs.replace(before, epoch=2, namespaces=[]))
-        asked = next(message for message in said if isinstance(message, NamespaceRequest))
-        if how == "when asked":
-            node.core.control_message(node.now, NamespaceReply(asked.request, moved))
-        else:
-            node.core.control_message(node.now, Refused("not for this node", asked.request))
-        node.take_map(msgspec.structs.replace(before, epoch=3, namespaces=[moved]))
+    # The controller has lost its state, and is asked for the namespace.
+    node.take_map(msgspec.structs.replace(before, epoch=2, namespaces=[]))
+    asked = next(message for message in said if isinstance(message, NamespaceRequest))
+    node.core.control_message(node.now, Refused("not for this node", asked.request))
+    node.take_map(msgspec.structs.replace(before, epoch=3))
     tasks = cold.take_tasks(node.now)
     assert Errand.DELETE_ALL not in {task.errand for task in tasks}
     prefix = f"cluster/{meaning_of(info):016x}/"
     cold.found(prefix, [(f"{prefix}{key(1).hex()}", 100)])
-    assert cold.holds(BlockId(2, key(1))), "it is found by the number that it has now"
-    assert not cold.holds(BlockId(1, key(1)))
+    assert cold.holds(BlockId(info.namespace, key(1)))
 
 
 def test_blocks_that_outlived_their_time_are_not_served_and_counted_as_expired() -> None:
