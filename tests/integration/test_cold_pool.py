@@ -23,6 +23,7 @@ import msgspec
 import pytest
 from hostagent_harness import MIB, Pool, key_of, running_pool, until
 from kvcast.hostagent.core.cold import HEAD, ColdTier
+from kvcast.hostagent.network.metrics_server import metrics_of
 from kvcast.hostagent.object_stores import ColdError, open_store
 from kvcast.hostagent.options import Options
 from kvcast.protocol.messages.control import NamespaceSettings
@@ -146,6 +147,9 @@ async def test_two_nodes_and_who_comes_after_them_keep_to_one_quota(tmp_path: Pa
         }
         assert all(quota_bytes // 2 - 50_000 < taken <= quota_bytes // 2 for taken in of_each)
         full = files(folder)
+        shown = {m.name: m.samples[0].value for m in metrics_of(pool.agents[1].core) if m.samples}
+        assert shown["kvcast_namespace_cold_bytes"] in of_each
+        assert shown["kvcast_namespace_cold_quota_bytes"] == quota_bytes // 2
         await pool.kill(1)
         await pool.start_agent(1, change)
         await pool.settled()
