@@ -452,6 +452,11 @@ class Conversation:
     def _results(self, keys: list[bytes], blocks: list[local.GotBlock]) -> Iterator[_Result]:
         """What came of keys. Small blocks that came together are given back by one message, with
         the last of them, or with whatever is said next, or so many at a time."""
+        if len(blocks) == 1 == len(keys) and blocks[0].status == local.OK:
+            (got,) = blocks
+            data = self._memory.read(got.offset, got.size_bytes)
+            yield Block(keys[0], data, got.digest, got.tier, self._release, got.handle)
+            return
         together = {
             got.handle for got in blocks if got.status == local.OK and got.size_bytes <= SMALL_BYTES
         }
@@ -478,6 +483,8 @@ class Conversation:
     def post_released(self) -> None:
         """Post what was released and waits for more of its kind; to be called before anything is
         said."""
+        if not self._released:
+            return
         handles = []
         while self._released:
             with contextlib.suppress(IndexError):  # another thread was quicker

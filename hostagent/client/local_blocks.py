@@ -237,25 +237,18 @@ class LocalBlocks:
         high, low = shared.KEY_HALVES.unpack(key)
         tag = key[WORD_BYTES:] if low else shared.tag_of(low).to_bytes(WORD_BYTES, "little")
         mixed = shared.mixed(namespace, high, low)
-        place = self._search(shared.first_bucket(mixed, self._bits), tag, namespace, high, low)
-        if place is None:
-            bucket = shared.second_bucket(mixed, self._bits)
-            place = self._search(bucket, tag, namespace, high, low)
-        return place
-
-    def _search(
-        self, bucket: int, tag: bytes, namespace: int, high: int, low: int
-    ) -> _Place | None:
-        start = shared.TAGS_OFFSET + bucket * shared.BUCKET_BYTES
-        tags = bytes(self._raw[start : start + shared.BUCKET_BYTES])
-        at = tags.find(tag)
-        while at >= 0:
-            if at % WORD_BYTES == 0:
-                slot = bucket * shared.SLOTS_A_BUCKET + at // WORD_BYTES
-                place = self._read(slot, namespace, high, low)
-                if place is not None:
-                    return place
-            at = tags.find(tag, at + 1)
+        bits, raw = self._bits, self._raw
+        for bucket in (shared.first_bucket(mixed, bits), shared.second_bucket(mixed, bits)):
+            start = shared.TAGS_OFFSET + bucket * shared.BUCKET_BYTES
+            tags = bytes(raw[start : start + shared.BUCKET_BYTES])
+            at = tags.find(tag)
+            while at >= 0:
+                if at % WORD_BYTES == 0:
+                    slot = bucket * shared.SLOTS_A_BUCKET + at // WORD_BYTES
+                    place = self._read(slot, namespace, high, low)
+                    if place is not None:
+                        return place
+                at = tags.find(tag, at + 1)
         return None
 
     def _read(self, slot: int, namespace: int, high: int, low: int) -> _Place | None:
