@@ -17,7 +17,7 @@ from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.protocol.conveyor import COUNTED as REPLY_COUNTED
-from kvcast.protocol.conveyor import NOT_HERE, REPLY, REQUEST, Givers
+from kvcast.protocol.conveyor import GIVEN_HERE, NOT_HERE, REPLY, REQUEST, Givers
 from kvcast.protocol.lane import Lane
 from kvcast.protocol.lookups import LOOKUPS
 from kvcast.protocol.messages.control import PoolMap
@@ -277,13 +277,8 @@ def test_what_a_conveyor_was_to_bring_that_ends_is_the_agents() -> None:
     assert asking.answer() == (ASK_AGENT, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("counted", "status", "of"),
-    [(5, REPLY_COUNTED, 0), (1 << 31, REPLY_COUNTED, 0), (2, REPLY_COUNTED, 1), (2, 1, 0)],
-)
-def test_a_home_that_says_what_cannot_be_is_believed_nothing(
-    counted: int, status: int, of: int
-) -> None:
+def _is_believed_nothing(counted: int, status: int = REPLY_COUNTED, of: int = 0) -> None:
+    """The reply to a question about four keys, or to the one `of` numbers behind it."""
     asking = Asking()
     asking.ask(range(4))
     number, *_ = REQUEST.unpack_from(asking.request_to(HOME))
@@ -291,6 +286,16 @@ def test_a_home_that_says_what_cannot_be_is_believed_nothing(
     asking.pass_time(0.0)
     assert asking.answer() == (ASK_AGENT, 0, 0)
     assert asking.courier.take_cut_off() == [asking.conveyors[HOME]]
+
+
+@pytest.mark.parametrize("counted", [5, 1 << 31])
+def test_a_home_that_holds_more_than_it_was_asked_about_is_believed_nothing(counted: int) -> None:
+    _is_believed_nothing(counted)
+
+
+def test_a_reply_to_another_question_or_of_no_kind_is_believed_nothing() -> None:
+    _is_believed_nothing(2, of=1)
+    _is_believed_nothing(2, status=GIVEN_HERE)
 
 
 def test_as_many_are_in_flight_as_there_is_room_for() -> None:
