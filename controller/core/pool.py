@@ -249,6 +249,9 @@ class Pool:
             options.hot, lambda block: self.placement[bucket_of(block.key)], self._may_use
         )
         self._map_changed = self.namespaces.apply_rules()
+        # Nodes may have handed over already what the former controller's last map moved, which is
+        # not quite what this one's first would: who was joining then is not known.
+        self._map_changed |= not self.membership.is_settled
         self._forget_has_secret(now)
         self.multicast_groups = MulticastGroups(options.port_sets)
         self.agent_counters: dict[str, dict[str, float]] = {}

@@ -180,16 +180,19 @@ class CatchUp:
         """An answer with a whole segment has gone out."""
         self._sent_at = now
 
+    def _halve(self) -> None:
+        self.hold_s /= 2
+        self.hold_alone_s = 0.0
+        if self.hold_s < _LEAST_S:
+            self.hold_s = 0.0
+            self._leaders.clear()
+
     def _end_period(self, now: float) -> None:
         config = self.config
         parted = self._behind * 2 > self._before * len(self._readers_behind)
         if self._behind < config.after_reads:
             self._useless = 0
-            self.hold_s /= 2
-            if self.hold_s < _LEAST_S:
-                self.hold_s = 0.0
-                self._leaders.clear()
-            self.hold_alone_s = 0.0
+            self._halve()
         elif not parted:
             self._useless = 0
         elif self.hold_s:
@@ -199,6 +202,10 @@ class CatchUp:
                 self._rest_until = now + config.rest * config.period * self.hold_s
                 self.hold_s = self.hold_alone_s = 0.0
                 self._leaders.clear()
+        ended = self._period_ends + config.period * self.hold_s
+        while self.hold_s and ended <= now:  # a period in which nobody asked
+            self._halve()
+            ended += config.period * self.hold_s
         self._behind = self._before = 0
         self._readers_behind.clear()
         self._distance_s = 0.0

@@ -1339,6 +1339,21 @@ def test_a_node_that_joins_stands_behind_those_that_hold_blocks_until_it_has_its
     assert [homes[-1:] for homes in before.buckets] == after.buckets
 
 
+def test_what_was_handed_over_by_a_former_controllers_map_does_not_count() -> None:
+    driver = holding_pool()
+    driver.join(3)
+    driver.pool.drain("node-2")
+    driver.round()
+    epoch = driver.pool.epoch  # by this map node 2 gives some of its buckets to node 3
+    restarted = Driver(driver.pool.options, driver.pool.saved())
+    restarted.join(1, 2)
+    assert last_map(restarted).epoch > epoch
+    hand_over(restarted, 1, 2, epoch=epoch)
+    assert restarted.pool.counts["nodes_drained"] == 0
+    hand_over(restarted, 1, 2)
+    assert restarted.pool.counts["nodes_drained"] == 1
+
+
 def test_in_an_empty_pool_a_node_that_joins_has_its_buckets_at_once() -> None:
     driver = Driver()
     driver.join(1, 2)

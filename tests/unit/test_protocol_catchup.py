@@ -206,3 +206,11 @@ def test_what_is_remembered_is_bounded() -> None:
     for reader in range(3, 1000):
         assert core.read(1.0, reader, block(999), 0, copy_s=DEAR_S, left=1)
     assert len(core._followed) == 16
+
+
+def test_after_a_long_rest_nobody_is_waited_for() -> None:
+    stream = with_two_behind()
+    assert stream.core.hold_of(FIRST, gathers=True) > 0
+    stream.now += 3600.0
+    stream.first(1000)
+    assert stream.core.hold_of(FIRST, gathers=True) == 0.0
