@@ -1697,7 +1697,13 @@ def _endless_connections() -> AbstractContextManager[object]:
 
 
 @mutation(
-    "one address may have all places", {CONNECTIONS: ["test_one_address_cannot_take_all_places"]}
+    "one address may have all places",
+    {
+        CONNECTIONS: [
+            "test_one_address_cannot_take_all_places",
+            "test_one_network_cannot_take_all_places_by_having_many_addresses",
+        ]
+    },
 )
 def _endless_connections_of_one() -> AbstractContextManager[object]:
     def bound_met(self: Any, _address: str) -> str | None:
