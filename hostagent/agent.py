@@ -333,6 +333,7 @@ class Agent:
             count=transport.count_frames,
             lane=core.lane,
             pins=pins,
+            meetings=core.meetings,
             given=core.conveyed,
             open_lane=transport.open_lane,
             close_lane=transport.close_lane,

@@ -45,6 +45,15 @@ from kvcast.native.subset import (
     u64_at,
 )
 from kvcast.protocol.lane import NativeLane, entry_of, may_use
+from kvcast.protocol.meetings import (
+    Meetings,
+    NativeMeetings,
+    asks,
+    is_met,
+    leaves,
+    name_of,
+    told,
+)
 from kvcast.protocol.messages.questions import MAX_CHAIN
 from kvcast.protocol.messages.shared import (
     CELLS_USED_WORD,
@@ -82,6 +91,8 @@ NOT_HERE: Final = 2
 COUNTED: Final = 3
 """Of the chain so many are held as `size` says. `digest`: 1 where the one behind them is certainly
 not, 0 where it may lie where compiled code does not look."""
+READ_IT: Final = 4
+"""Another node wants it, too (`kvcast.protocol.meetings`)."""
 
 # What a request is for.
 _BLOCK: Final = 0
@@ -157,7 +168,13 @@ class Giver(Struct):
     heard: U64
     """Bytes in it,"""
     used: U64
-    """of which so many are done with."""
+    """of which so many are done with,"""
+    noted: U64
+    """and of so many others may know."""
+    may_read: U64
+    """Whether who asks knows READ_IT."""
+    to_read: U64
+    """So many of the next requests are answered by that."""
     leaving: Annotated[Ptr[Leaving], Inline(LEAVING)]
     first: U64
     """The first of them that has not left,"""
@@ -173,6 +190,7 @@ class Giving(Struct):
     """All givers of a node."""
 
     lane: Ptr[NativeLane]
+    meetings: Ptr[NativeMeetings]
     givers: Ptr[Giver]
     given: Ptr[NativeGiven]
     given_count: U64
@@ -242,13 +260,25 @@ def has_work(giver: Giver) -> bool:
 @native
 def whole_request(giver: Giver) -> bool:
     """Whether all of the next request is there, or enough of it to see that it is none."""
-    there = giver.heard - giver.used
+    return is_whole(giver, giver.used)
+
+
+@native
+def is_whole(giver: Giver, at: U64) -> bool:
+    """As `whole_request`, of the request that begins `at` some byte of those heard."""
+    there = giver.heard - at
     if there < size_of(Request):
         return False
-    asked = Request.at(giver.buffer + giver.used)
+    asked = Request.at(giver.buffer + at)
     if asked.kind != _CHAIN or asked.start > MAX_CHAIN:
         return True
     return there >= size_of(Request) + asked.start * KEY_BYTES
+
+
+@native
+def bytes_of(asked: Request) -> U64:
+    """The bytes of a request, with the chain behind it."""
+    return size_of(Request) + (asked.start * KEY_BYTES if asked.kind == _CHAIN else 0)
 
 
 @native
@@ -256,6 +286,7 @@ def room_for_requests(giver: Giver) -> U64:
     """How many bytes of requests may be read, to `buffer` + `heard`."""
     if giver.used != 0:
         giver.heard -= giver.used
+        giver.noted = giver.noted - giver.used if giver.noted > giver.used else 0
         move(giver.buffer, giver.buffer + giver.used, giver.heard)
         giver.used = 0
     return ROOM_BYTES - giver.heard
@@ -272,6 +303,65 @@ def held_of(lane: NativeLane, namespace: U64, request: U64, count: U64) -> U64:
 
 
 @native
+def note_requests(g: Giving, giver: Giver) -> None:
+    """Let others know of what is asked for and still to be given; and find out whether the rest had
+    better be READ: if most of it is wanted by others, too, all of it, since what left here would
+    take the link from those READs."""
+    if giver.may_read == 0:
+        return
+    while is_whole(giver, giver.noted):
+        asked = Request.at(giver.buffer + giver.noted)
+        if asked.kind > _CHAIN or (asked.kind == _CHAIN and asked.start > MAX_CHAIN):
+            break  # it ends the connection when its turn comes
+        giver.noted += bytes_of(asked)
+        if asked.kind == _BLOCK and may_ask_for(g, giver, asked.namespace):
+            asks(g.meetings[0], name_of(asked.namespace, asked.key, asked.rest_of_key), giver.node)
+    if giver.to_read != 0:
+        return
+    met = 0
+    count = 0
+    at = giver.used
+    while at < giver.noted:
+        other = Request.at(giver.buffer + at)
+        at += bytes_of(other)
+        if other.kind == _BLOCK:
+            count += 1
+            if is_met(g.meetings[0], name_of(other.namespace, other.key, other.rest_of_key)):
+                met += 1
+    if met != 0 and 2 * met >= count:
+        giver.to_read = count
+
+
+@native
+def forget_requests(g: Giving, giver: Giver) -> None:
+    """Nobody waits for what was asked for and is still to be given."""
+    while giver.noted > giver.used:
+        asked = Request.at(giver.buffer + giver.used)
+        giver.used += bytes_of(asked)
+        if asked.kind == _BLOCK:
+            block = name_of(asked.namespace, asked.key, asked.rest_of_key)
+            leaves(g.meetings[0], block, giver.node)
+
+
+@native
+def is_to_be_read(g: Giving, giver: Giver, asked: Request, here: U64) -> bool:
+    """The turn of a request has come, for a block that lies `here` (0: it does not): whether who
+    asks had better READ it."""
+    if giver.may_read == 0:
+        return False
+    block = name_of(asked.namespace, asked.key, asked.rest_of_key)
+    read = is_met(g.meetings[0], block)
+    if giver.to_read != 0:
+        giver.to_read -= 1
+        read = True
+    if read and here != 0:
+        told(g.meetings[0], block, giver.node)
+        return True
+    leaves(g.meetings[0], block, giver.node)
+    return False
+
+
+@native
 def give_next(g: Giving, giver: Giver) -> bool:
     """Have the reply to the next request leave behind the others; False if there is none, or no
     room for one, or Python must hear of what was given before."""
@@ -279,6 +369,7 @@ def give_next(g: Giving, giver: Giver) -> bool:
         return False
     if giver.count == LEAVING or giver.pending >= GATHER_BYTES:
         return False
+    note_requests(g, giver)
     asked = Request.at(giver.buffer + giver.used)
     if asked.kind > _CHAIN or (asked.kind == _CHAIN and asked.start > MAX_CHAIN):
         giver.gone = 1
@@ -305,6 +396,9 @@ def give_next(g: Giving, giver: Giver) -> bool:
             return True
     elif may_ask_for(g, giver, asked.namespace):
         at = entry_of(lane, asked.namespace, 0 + asked.key, 0 + asked.rest_of_key)
+    if asked.kind == _BLOCK and is_to_be_read(g, giver, asked, at):
+        reply.status = READ_IT
+        return True
     if at != 0:
         entry = u64_at(at)
         size = entry[KIND_WORD] & 0xFFFF_FFFF
@@ -432,20 +526,25 @@ class _Compiled(NamedTuple):
     give_next: Callable[[int, int], bool]
     gave: Callable[[int, int, int], None]
     room_for_requests: Callable[[int], int]
+    forget_requests: Callable[[int, int], None]
 
 
 @cache
 def compiled() -> _Compiled:
     """The compiled functions of a home's end, for those who have no sockets."""
-    library = Library(give_next, gave, room_for_requests)
-    return _Compiled(library.call(give_next), library.call(gave), library.call(room_for_requests))
+    functions = (give_next, gave, room_for_requests, forget_requests)
+    library = Library(*functions)
+    return _Compiled(*(library.call(function) for function in functions))
 
 
 class Givers:
     """The connections on which a home gives blocks. In `pins`, memory of a region's size, stand the
-    copies that are leaving. `lane`: the address of the native lane that says who may have what."""
+    copies that are leaving. `lane`: the address of the native lane that says who may have what;
+    `meetings`: of those who want one block; None = of those who ask here."""
 
-    def __init__(self, lane: int, pins: memoryview, knows_all: int = 0) -> None:
+    def __init__(
+        self, lane: int, pins: memoryview, meetings: Meetings | None = None, knows_all: int = 0
+    ) -> None:
         """`knows_all`: the address of a word that says whether what the lane's index has not is
         certainly not held."""
         assert len(pins) == REGION_BYTES
@@ -455,6 +554,8 @@ class Givers:
         self.givers: Any = (ctypes_of(Giver) * NODES)()
         giving.lane = lane
         giving.knows_all = knows_all
+        self._meetings = meetings or Meetings()
+        giving.meetings = self._meetings.address
         giving.givers = ctypes.addressof(self.givers)
         self._given = (ctypes_of(NativeGiven) * GIVEN_ROOM)()
         self._given_view = memoryview(self._given).cast("B")
@@ -476,11 +577,14 @@ class Givers:
         self._pins[CELLS_USED_WORD] = max(self._pins[CELLS_USED_WORD], (number + 1) * LEAVING)
         giver = self.givers[number]
         giver.node = node
+        giver.may_read = 1
+        giver.noted = giver.to_read = 0
         giver.gone = giver.heard = giver.used = giver.first = giver.count = giver.pending = 0
         return number
 
     def end(self, number: int) -> None:
         """A connection is closed."""
+        compiled().forget_requests(self.address, ctypes.addressof(self.givers[number]))
         self.givers[number].fd = -1
         self.givers[number].ready = 0
         for place in range(LEAVING):

@@ -62,6 +62,7 @@ from kvcast.protocol.conveyor import (
     GIVEN_HERE,
     NODES,
     NOT_HERE,
+    READ_IT,
     REQUESTS,
     UNWANTED,
     Expected,
@@ -150,7 +151,7 @@ YIELDED: Final = 11
 NO_CONVEYOR: Final = 12
 """It is of more than one segment, and there is none from its home, or it carries enough."""
 COMPANY: Final = 13
-"""It is of more than one segment, and others read it, too."""
+"""It is of more than one segment, and others read it, too; or they want it, its home says."""
 NOT_OFFERED: Final = 14
 """Its home has not offered another way to the rest."""
 CUT_OFF: Final = 15
@@ -1444,7 +1445,7 @@ def is_reply(taker: Taker) -> bool:
         return False
     if reply.status == GIVEN_HERE:
         return reply.size > expected.start
-    return reply.status == NOT_HERE
+    return reply.status == NOT_HERE or reply.status == READ_IT
 
 
 @native
@@ -1464,7 +1465,7 @@ def reply_came(courier: Courier, taker: Taker) -> None:
     if reply.status != GIVEN_HERE:
         next_expected(taker)
         if number < MAX_ASKED:
-            give_up(courier, number, MISSED)
+            give_up(courier, number, COMPANY if reply.status == READ_IT else MISSED)
         return
     taker.taking = 1
     taker.block = 0

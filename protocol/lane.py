@@ -42,6 +42,7 @@ from kvcast.native.subset import (
     u16_at,
     u64_at,
 )
+from kvcast.protocol.meetings import Meetings, NativeMeetings, name_of, reads
 from kvcast.protocol.messages.shared import (
     ENTRY_BYTES,
     HELD,
@@ -168,6 +169,7 @@ class NativeLane(Struct):
     job_count: U64
     answered: Ptr[NativeAnswered]
     answered_count: U64
+    meetings: Ptr[NativeMeetings]
     marked_count: U64
     """Those of them that a switch had marked."""
     full: U64
@@ -276,6 +278,8 @@ def answer(lane: NativeLane, read: U64, node: U64) -> bool:
     start = segment_start(index, chunk_bytes)
     if code > lane.max_chunk_code or start >= size:
         return False
+    if index == 0 and reads(lane.meetings[0], name_of(namespace, 0 + key[0], 0 + key[1]), node):
+        return False
     length = size - start
     longest = segment_bytes(index, chunk_bytes)
     offers = 0
@@ -366,9 +370,16 @@ def compiled() -> Callable[[int, int, int, int], int]:
 class Lane:
     """The lane of one home. It is closed until it is opened."""
 
-    def __init__(self, index: memoryview, arena: memoryview, *, max_chunk_bytes: int) -> None:
+    def __init__(
+        self,
+        index: memoryview,
+        arena: memoryview,
+        *,
+        max_chunk_bytes: int,
+        meetings: Meetings | None = None,
+    ) -> None:
         """`index` and `arena` stay where they are until `shut`; what the one says of the other is
-        believed."""
+        believed. `meetings`: of those who want one block; a READ by which some meet is left."""
         self._code = compiled()
         self._lane: Any = ctypes_of(NativeLane)()
         self.address = ctypes.addressof(self._lane)
@@ -388,6 +399,8 @@ class Lane:
         lane.index = address_of_buffer(index)
         lane.bucket_bits = buckets.bit_length() - 1
         lane.entries = entries_offset(buckets)
+        self._meetings = meetings or Meetings()
+        lane.meetings = self._meetings.address
         lane.arena = address_of_buffer(arena)
         lane.arena_bytes = len(arena)
         lane.max_chunk_code = max(c.code for c in CHUNKINGS if c.chunk_bytes <= max_chunk_bytes)

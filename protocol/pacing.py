@@ -89,15 +89,20 @@ class Window:
             self._reduced_at = now
 
 
-class TokenBucket:
-    """At most `burst` at once and `rate` a second; a rate of 0 means no limit."""
+_MOST_OWED_S: Final = 0.5
 
-    __slots__ = ("_rate", "_tokens", "_updated_at", "burst")
+
+class TokenBucket:
+    """At most `burst` at once and `rate` a second; a rate of 0 means no limit. What others have
+    taken of the same rate is owed: half of what comes in pays for it, so nobody starves."""
+
+    __slots__ = ("_owed", "_rate", "_tokens", "_updated_at", "burst")
 
     def __init__(self, rate: float, burst: int) -> None:
         self._rate = rate
         self.burst = burst
         self._tokens = float(burst)
+        self._owed = 0.0
         self._updated_at: float | None = None
 
     @property
@@ -122,6 +127,10 @@ class TokenBucket:
         if self._rate > 0:
             self._tokens = max(0.0, self._tokens - count)
 
+    def owe(self, count: float) -> None:
+        """Others have used so much of the rate; more than `_MOST_OWED_S` of it is forgotten."""
+        self._owed = min(self._owed + count, self._rate * _MOST_OWED_S)
+
     def ready_at(self, now: float, count: int) -> float:
         """When `count` tokens (or a full bucket) will be there."""
         if self._rate <= 0:
@@ -133,6 +142,9 @@ class TokenBucket:
     def _refill(self, now: float) -> None:
         if self._updated_at is not None and now > self._updated_at:
             gained = (now - self._updated_at) * self._rate
+            paid = min(self._owed, gained / 2)
+            self._owed -= paid
+            gained -= paid
             self._tokens = min(float(self.burst), self._tokens + gained)
         if self._updated_at is None or now > self._updated_at:
             self._updated_at = now

@@ -48,6 +48,11 @@ WIDE_WINDOW_BYTES: Final = 4 << 20
 """What is asked of the kernel first when it need not be narrow any more."""
 MOST_WINDOW_BYTES: Final = 1 << 30
 """What the kernel thinks right."""
+UNSENT_BYTES: Final = 256 * 1024
+"""The kernel takes no more than so much that it cannot send yet: what waits here may still be
+decided otherwise."""
+_TCP_NOTSENT_LOWAT: Final = 25
+"""Not among the socket module's names before Python 3.12."""
 _SO_BUF_LOCK: Final = 72
 _SELECTABLE: Final = 1024
 """Descriptors below this can be waited for by select(2), which counts microseconds."""
@@ -147,6 +152,7 @@ class LinkDriver(asyncio.BufferedProtocol):
         self._fd = self._socket.fileno()
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._socket.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         if self._make_lander is not None:
             self._lander = self._make_lander(self._fd)
         if self._reading:

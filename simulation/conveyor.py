@@ -34,9 +34,8 @@ class ConveyorSide(MovedSide):
         settled: Callable[[], None],
     ) -> None:
         pins = memoryview(bytearray(REGION_BYTES))
-        givers = Givers(
-            0 if core.lane is None else core.lane.address, pins, courier.lookups.knows_all_at
-        )
+        lane = 0 if core.lane is None else core.lane.address
+        givers = Givers(lane, pins, core.meetings, courier.lookups.knows_all_at)
         super().__init__(
             *(world, process, core),
             ours=Table(
@@ -89,6 +88,7 @@ class ConveyorSide(MovedSide):
 
     def _send(self, number: int, end: StreamEnd) -> None:
         while end.takes_more:
+            self._core.meetings.at(self._process.now)
             data = self._givers.bytes_to_send(number, PIECE_BYTES)
             given, sent_bytes = self._givers.take_given()
             self._core.conveyed(given, sent_bytes)

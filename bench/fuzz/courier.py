@@ -29,7 +29,7 @@ from kvcast.hostagent.network.lander import hashing
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.hostagent.tiers.ledger import LEDGER_BYTES, MOMENT_BYTES, Ledger, Row
-from kvcast.protocol.conveyor import GIVEN_HERE, NOT_HERE, REPLY, REQUEST
+from kvcast.protocol.conveyor import GIVEN_HERE, NOT_HERE, READ_IT, REPLY, REQUEST
 from kvcast.protocol.courier import CLIENT_HERE, MOST_REPAIRS
 from kvcast.protocol.messages import local, shared
 from kvcast.protocol.messages.bulk import meaning_of
@@ -412,13 +412,13 @@ class Stand:
 
     def reply(self, *, spoil: int = 0, pieces: int = 1, of: int | None = None) -> None:
         """The home says what was asked for next; `spoil` 1: other bytes, 2: of another copy, 3: of
-        another size, 4: it has nothing, 5: to another request, 6: what there is not."""
+        another size, 4: it has nothing, 5: to another request, 6: what there is not, 7: to READ."""
         if not self.wanted:
             return
         wanted = self.wanted.pop(0)
         (block,) = (n for n in range(BLOCKS) if key_of(n) == wanted.key)
         content = content_of(block)
-        status = {4: NOT_HERE, 6: 7}.get(spoil, GIVEN_HERE)
+        status = {4: NOT_HERE, 6: 9, 7: READ_IT}.get(spoil, GIVEN_HERE)
         header = REPLY.pack(
             wanted.number + (spoil == 5),
             digest_of(content) ^ (spoil == 2),
@@ -428,7 +428,7 @@ class Stand:
         rest = content[wanted.start :] + bytes(spoil == 3)
         if spoil == 1:
             rest = bytes(len(rest))
-        said = header if status == NOT_HERE else header + rest
+        said = header if status in (NOT_HERE, READ_IT) else header + rest
         self.conveyed += spoil == 0
         size = -(-len(said) // pieces)
         for at in range(0, len(said), size):

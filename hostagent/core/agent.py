@@ -42,6 +42,7 @@ from kvcast.protocol.chains import keys_of
 from kvcast.protocol.conveyor import Given
 from kvcast.protocol.lane import Answered, Lane
 from kvcast.protocol.links.departures import Departures
+from kvcast.protocol.meetings import Meetings
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.control import (
@@ -184,10 +185,12 @@ class AgentCore:
         self.writes = Writes(options.writes, store, memory, self.outbox, self.metrics)
         self.spread = Spread(rng)
         self.queries = Queries(store, self.outbox, self.spread.replicas_of)
+        self.meetings = Meetings()
         self.responder = Responder(
             options.responder,
             lookup=self._lookup,
             make_offer=self._make_offer,
+            is_awaited=self.meetings.reads,
             weight_of=self.weight_of,
         )
         self.departures = Departures(options.bulk_link_bits_per_s / 8, self.weight_of)
@@ -202,10 +205,12 @@ class AgentCore:
         """and those on which they are pushed here, which pass `arrivals` by."""
         if options.reads_share_bulk_link:
             self.responder.was_sent = self.departures.sent_by_reads
+            self.departures.was_sent = self.responder.sent_otherwise
         self.writing = Writing(self._lookup)
         self.landing_counters = LandingCounters()
         self.serving = Serving(
-            store, memory, self.outbox, self.metrics, self.responder.note_heat, self._recall
+            *(store, memory, self.outbox, self.metrics, self.responder.note_heat, self._recall),
+            meetings=self.meetings,
         )
         self.serving.is_tight = lambda pushes: self._way_in(pushes).is_tight(store.now)
         self.serving.was_pushed = self._was_pushed_here
@@ -241,7 +246,9 @@ class AgentCore:
         """Answers READs that need no decision; None where there is no index to find blocks in."""
         if shared is not None:
             self.lane = Lane(
-                shared.memory, memory, max_chunk_bytes=options.responder.max_chunk_bytes
+                *(shared.memory, memory),
+                max_chunk_bytes=options.responder.max_chunk_bytes,
+                meetings=self.meetings,
             )
             self.lane.told = self._answered
         self.requester.weigh(self.weight_of)
@@ -313,6 +320,7 @@ class AgentCore:
             self.store.advance(now)
             self._now = now
             # Of what a former agent has left, only Python knows what is right.
+            self.meetings.at(now)
             frames = self.responder.lane_frames(now, budget) if self.recovery is None else 0
             lane.open(frames, takes_marked=not self.responder.holds_back)
         return lane
@@ -340,6 +348,8 @@ class AgentCore:
     def conveyed(self, given: list[Given], sent_bytes: int) -> None:
         """Compiled code has given these by conveyors, and so many bytes of blocks have left."""
         self.metrics.payload_bytes_sent_bulk_get_total += sent_bytes
+        if self.options.reads_share_bulk_link:
+            self.responder.sent_otherwise(sent_bytes)
         for each in given:
             assert self.shared is not None
             copy = self.shared.copy_of(each.cell)
@@ -996,6 +1006,7 @@ class AgentCore:
             for item in fields(self.cold.counters):
                 values[f"cold_{item.name}_total"] = float(getattr(self.cold.counters, item.name))
             values |= self.cold.values()
+        values["reads_met_total"] = float(self.meetings.met)
         values["bulk_departures_held_total"] = float(self.departures.waits_total)
         values["payload_bytes_sent_udp_total"] = float(self.responder.counters.payload_bytes)
         for prefix, counters in (

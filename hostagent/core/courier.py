@@ -969,6 +969,8 @@ class Courier:
                 self._unanswered[BlockId(told.namespace, told.key)] = now
         elif told.flags == courier.WRONG_DIGEST:
             self._requester.counters.corrupt_blocks += 1
+        elif told.flags == courier.COMPANY:
+            self._requester.meet(now, BlockId(told.namespace, told.key))
         elif told.flags == courier.NOT_OFFERED:
             self.conveyor_failed(now, told.home)
             for taker in self._takers:

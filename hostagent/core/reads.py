@@ -596,6 +596,8 @@ class Reads:
             return None
         if block in self.residents:  # the switch has it, or will have what READs bring past it
             return None
+        if self.requester.has_met(now, block):
+            return None
         pool = self._outbox.pool
         if pool is None:
             return None
@@ -918,6 +920,8 @@ class Reads:
         elif came is None or outcome != bulk.DONE:
             if came is not None:
                 came.abort()
+            if outcome == bulk.COMPANY:
+                self.requester.meet(now, fetch.block)
             self._read(now, fetch, probe=False)
         else:
             self._over(fetch.block)
@@ -939,6 +943,8 @@ class Reads:
         def ended(now: float, outcome: str) -> None:
             if outcome == bulk.WRONG_DIGEST:
                 self._metrics.bulk_wrong_digest_total += 1
+            elif outcome == bulk.COMPANY:
+                self.requester.meet(now, event.block)
             copy = BulkCopy(reservation, event.digest) if outcome == bulk.DONE else None
             if not self.requester.bulk_done(now, event.fetch_id, copy):
                 reservation.abort()
@@ -954,6 +960,7 @@ class Reads:
                 ended,
                 event.start_bytes,
                 lambda: self.is_on(fetch),
+                may_read=True,
             )
         )
         self._bulk_followers(now, fetch, event.home)
@@ -1071,6 +1078,7 @@ class _Rest:
         self.call = GetCall(
             *(home, fetch.block, 0, fetch.deadline, self._begin, self._ended),
             wanted=lambda: reads.is_on(fetch),
+            may_read=True,
         )
 
     def _begin(self, size_bytes: int, digest: int) -> memoryview | None:

@@ -19,6 +19,7 @@ from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.namespace_metrics import explained
 from kvcast.hostagent.core.store import Copy, StaleReservationError, Store, StoreError
 from kvcast.protocol.chains import count_of
+from kvcast.protocol.meetings import Meetings
 from kvcast.protocol.messages import bulk
 from kvcast.protocol.messages.bulk import (
     CONVEYOR_VERSION,
@@ -49,10 +50,13 @@ class Serving:
         metrics: Metrics,
         note_heat: Callable[[int, BlockId, int, int, int], None],
         recall: Callable[[float, BlockId, Callable[[], None]], bool] = lambda *_: False,
+        meetings: Meetings | None = None,
     ) -> None:
         """`note_heat` hears how many segments of which copy (size, digest) went to which node.
         `recall(now, block, then)` brings a block to DRAM from the tier below, if it is there and
-        not here, and calls `then` once; whether it does."""
+        not here, and calls `then` once; whether it does. `meetings`: of those who want one block;
+        None: nobody is told of others."""
+        self._meetings = meetings
         self._recall = recall
         self._store = store
         self._memory = memory
@@ -165,6 +169,36 @@ class Serving:
         """Why the caller may not read there; None if it may."""
         return None if self._may_use(caller, get.namespace) else bulk.FORBIDDEN
 
+    def _index_of(self, caller: str) -> int | None:
+        pool = self._outbox.pool
+        node = pool.nodes_by_id.get(caller) if pool is not None else None
+        return None if node is None else node.index
+
+    def asks(self, now: float, caller: str, get: BulkGet) -> None:
+        """A get that was not refused waits for its turn."""
+        index = self._index_of(caller)
+        if self._meetings is not None and index is not None:
+            for wanted in get.blocks:
+                self._meetings.asks(now, BlockId(get.namespace, wanted.key), index)
+
+    def is_met(self, now: float, namespace: int, wanted: WantedBlock) -> bool:
+        """Whether others want a block, too. Of what is not here no READ would tell more."""
+        block = BlockId(namespace, wanted.key)
+        is_met = self._meetings is not None and self._meetings.is_met(now, block)
+        return is_met and self._store.peek(block) is not None
+
+    def told(self, now: float, caller: str, namespace: int, wanted: WantedBlock) -> None:
+        """The caller is told to READ a block."""
+        index = self._index_of(caller)
+        if self._meetings is not None and index is not None:
+            self._meetings.told(now, BlockId(namespace, wanted.key), index)
+
+    def leaves(self, now: float, caller: str, namespace: int, wanted: WantedBlock) -> None:
+        """The caller waits for a block no more: it is its turn, or the caller is gone."""
+        index = self._index_of(caller)
+        if self._meetings is not None and index is not None:
+            self._meetings.leaves(now, BlockId(namespace, wanted.key), index)
+
     def bring(self, now: float, get: BulkGet, then: Callable[[], None]) -> bool:
         """Bring blocks of a get that was not refused from the tier below, the first of them; `then`
         is called once, when they are here or are not to be waited for. False: nothing is to be
@@ -203,11 +237,10 @@ class Serving:
             self._metrics.by_namespace.of(namespace).home_misses[why] += 1
         if copy is None or (wanted.digest and wanted.digest != copy.digest):
             return bulk.NOT_FOUND
-        pool = self._outbox.pool
-        node = pool.nodes_by_id.get(caller) if pool is not None else None
-        if node is not None:
+        index = self._index_of(caller)
+        if index is not None:
             segments = CELLS.segments_of(max(1, copy.size_bytes - wanted.start_bytes))
-            self._note_heat(node.index, copy.block, copy.size_bytes, copy.digest, segments)
+            self._note_heat(index, copy.block, copy.size_bytes, copy.digest, segments)
         self._store.pin(copy)
         return copy
 

@@ -61,6 +61,7 @@ from kvcast.protocol.conveyor import (
 )
 from kvcast.protocol.courier import Courier, block_came, cut_off, progressed, reply_came
 from kvcast.protocol.lookups import Lookups, counted_came
+from kvcast.protocol.meetings import Meetings
 
 TURN_BYTES: Final = 4 << 20
 """How much one connection may bring, or take, before others have their turn."""
@@ -191,6 +192,7 @@ def hear_requests(g: Giver) -> bool:
 def give_blocks(c: Conveyors, g: Giver, now_ns: U64) -> None:
     """Read what is asked for, and send as much as the socket takes."""
     giving = c.giving[0]
+    giving.meetings[0].now_ns = now_ns
     g.ready = 0
     message = c.message[0]
     sent = 0
@@ -278,6 +280,7 @@ class ConveyorSockets:
         *,
         lane: int,
         pins: memoryview,
+        meetings: Meetings,
         given: Callable[[list[Given], int], None],
     ) -> None:
         """`lane`: the address of the native lane that says who may have what; 0: nothing is
@@ -286,9 +289,10 @@ class ConveyorSockets:
         self._roles = roles
         self._given_to = given
         self.gives = lane != 0
+        self._may_read = False
         conveyors: Any = ctypes_of(Conveyors)()
         self._conveyors = conveyors
-        self._gives = Givers(lane, pins, courier.lookups.knows_all_at)
+        self._gives = Givers(lane, pins, meetings, courier.lookups.knows_all_at)
         self.address = ctypes.addressof(conveyors)
         conveyors.courier = courier.address
         conveyors.lookups = courier.lookups.address
@@ -328,14 +332,17 @@ class ConveyorSockets:
         """No connection was to be had to that node."""
         self._courier.conveyor_failed(now, node)
 
-    def give_to(self, sock: socket.socket, node: int, node_id: str) -> None:
-        """There is a connection on which that node asks for blocks, instead of any before."""
+    def give_to(self, sock: socket.socket, node: int, node_id: str, *, may_read: bool) -> None:
+        """There is a connection on which that node asks for blocks, instead of any before.
+        `may_read`: whether it may be told to READ them."""
+        self._may_read = may_read
         if not self._givers.add(sock, node, node_id):
             sock.close()
 
     def _begin_to_give(self, number: int, sock: socket.socket) -> bool:
         giver = self._gives.givers[number]
         giver.fd = sock.fileno()
+        giver.may_read = self._may_read
         self._gives.native.ready = giver.ready = 1  # what it has said may be there already
         return self._roles.give_to(sock.fileno(), number)
 

@@ -100,6 +100,7 @@ from kvcast.protocol.courier import (
 )
 from kvcast.protocol.lane import JOBS, Lane, NativeLane, answer
 from kvcast.protocol.lookups import expire_lookups, hear_lookup
+from kvcast.protocol.meetings import Meetings
 from kvcast.protocol.messages.questions import (
     EXISTS,
     KEY,
@@ -340,6 +341,8 @@ def receive_frames(w: Waiting, now_ns: U64) -> None:
     courier = w.courier[0]
     m = w.moves[0]
     t = courier.table[0]
+    if w.lane[0].opened != 0:
+        w.lane[0].meetings[0].now_ns = now_ns
     for _ in range(_ROUNDS):
         count = receive(m)
         if count == 0:
@@ -587,6 +590,7 @@ class CourierDriver:
         count: Callable[[], None],
         lane: Lane | None,
         pins: memoryview,
+        meetings: Meetings,
         given: Callable[[list[Given], int], None],
         open_lane: Callable[[float], None],
         close_lane: Callable[[float], bool],
@@ -621,6 +625,7 @@ class CourierDriver:
             *(courier, hashed, self),
             lane=0 if lane is None else lane.address,
             pins=pins,
+            meetings=meetings,
             given=given,
         )
         self.connect: Callable[[int], None] = lambda _node: None

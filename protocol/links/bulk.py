@@ -100,7 +100,8 @@ class GetCall:
     """Fetch a block from a node. `begin(size, digest)` gives the room for the whole block, whose
     first `start_bytes` are there already, or None to refuse; after it and whatever happens,
     `ended`. Outcome "done": all bytes are there, and have that digest. `wanted`: whether anybody
-    still waits for it; else it may end early. `moved`: as of a put; `begin` may then be asked
+    still waits for it; else it may end early. `may_read`: whether the block can be READ as well;
+    then the outcome may be "company". `moved`: as of a put; `begin` may then be asked
     again. `tcp_only`: as of a put."""
 
     node: int
@@ -111,6 +112,7 @@ class GetCall:
     ended: Ended
     start_bytes: int = 0
     wanted: Callable[[], bool] = _always
+    may_read: bool = False
     moved: bool = False
     tcp_only: bool = False
 

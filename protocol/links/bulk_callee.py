@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from kvcast.protocol.links.bulk import BulkCounters, BulkOptions
 from kvcast.protocol.links.departures import Departures, Turn, earliest
 from kvcast.protocol.links.stream import LinkError, LinkStream
 from kvcast.protocol.messages.bulk import (
     BULK_PROTOCOL_VERSION,
+    COMPANY,
     DONE,
     LATER,
     MAX_BULK_BYTES,
@@ -47,6 +48,14 @@ from kvcast.protocol.messages.bulk import (
     WantedBlock,
 )
 from kvcast.protocol.messages.wire import KEY_BYTES
+
+PART_BYTES: Final = 256 << 10
+"""So much of a get's answer is promised at once, unless the link carries more in `QUICK_S`: what
+was promised is sent, whoever else asks for it meanwhile."""
+QUICK_S: Final = 0.01
+"""A part that has left within so long is followed by one twice as long,"""
+SLOW_S: Final = 0.05
+"""and one that has taken longer by one half as long."""
 
 
 class WrongCallerError(LinkError):
@@ -83,6 +92,19 @@ class BulkService(Protocol[S]):
     def abort_put(self, copy: S) -> None: ...
 
     def refuse_get(self, caller: str, get: BulkGet) -> str | None: ...
+
+    def asks(self, now: float, caller: str, get: BulkGet) -> None:
+        """A get that was not refused waits: each of its blocks until the caller is `told` of it, or
+        `leaves`."""
+
+    def is_met(self, now: float, namespace: int, block: WantedBlock) -> bool:
+        """Whether others want a block, too."""
+
+    def told(self, now: float, caller: str, namespace: int, block: WantedBlock) -> None:
+        """The caller is told to READ a block."""
+
+    def leaves(self, now: float, caller: str, namespace: int, block: WantedBlock) -> None:
+        """The caller waits for a block no more: it is its turn, or the caller is gone."""
 
     def convey(self, caller: str, convey: BulkConvey) -> str:
         """DONE: the connection may become a conveyor."""
@@ -134,11 +156,20 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         """What became of those of the same put that have come."""
         self._conveys = False
         self.pushes = False
-        """Whether the caller is to push blocks on this connection, if it `conveys`."""
+        """Whether the caller is to push blocks on this connection, if it `conveys`,"""
+        self.may_read = False
+        """and whether it may be told to READ what it asks for there."""
         self._sending: list[S] = []
         """The copies whose bytes are leaving,"""
         self._namespace = 0
-        """of this namespace."""
+        """of this namespace,"""
+        self._left: deque[WantedBlock] = deque()
+        """and what is wanted behind them."""
+        self._in_parts = False
+        self._answer_bytes = 0
+        """Of the present get, promised so far."""
+        self._part_bytes = PART_BYTES
+        self._part_at = now
         self._put_namespace = 0
         """The same of those that are coming."""
         self._leaving = Turn(departures or Departures(0.0), lambda: self.wake())
@@ -168,9 +199,7 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
                 if refusal:
                     self._send(BulkDone(refusal))
                 else:
-                    self._held_up = service.bring(now, message, lambda: self._brought(message))
-                    if not self._held_up:
-                        self._send_blocks(caller, message)
+                    self._begin_get(now, caller, message)
             case BulkDrop():
                 self._send(service.drop(caller, message))
             case BulkExists(keys=keys):
@@ -180,6 +209,7 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
             case BulkConvey():
                 status = service.convey(caller, message)
                 self.pushes = message.pushes
+                self.may_read = message.may_read
                 self._conveys = self._held_up = status == DONE
                 self._send(BulkDone(status))
             case _:
@@ -231,41 +261,82 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
             else:
                 self._receive_block(self._service.view(room))
 
-    def _brought(self, get: BulkGet) -> None:
+    def _begin_get(self, now: float, caller: str, get: BulkGet) -> None:
+        self._namespace = get.namespace
+        self._left.extend(get.blocks)
+        self._in_parts = get.may_read
+        self._answer_bytes = 0
+        self._part_at = now
+        if get.may_read:
+            self._service.asks(now, caller, get)
+        self._held_up = self._service.bring(now, get, self._brought)
+        if not self._held_up:
+            self._send_part(now)
+
+    def _brought(self) -> None:
         """What the present get waited for is there, or will not be."""
         if not self.closed and self._held_up:
             self._held_up = False
-            assert self._caller is not None
-            self._send_blocks(self._caller, get)
+            self._send_part(self._part_at)
             self.wake()
 
-    def _send_blocks(self, caller: str, get: BulkGet) -> None:
-        """Send what is held of the blocks, as far as it fits into one answer."""
-        service = self._service
+    def _send_part(self, now: float) -> None:
+        """Send what is held of the blocks that are left, as far as it fits into one answer, or into
+        this part of it."""
+        service, caller, namespace = self._service, self._caller, self._namespace
+        assert caller is not None
         headers: list[BlockHeader] = []
         views: list[memoryview] = []
-        size_bytes = 0
-        for block in get.blocks:
-            if views and service.is_below(get.namespace, block):
+        part_bytes = 0
+        meets = self._meets(now)
+        while self._left and not (self._in_parts and part_bytes >= self._part_bytes):
+            block = self._left.popleft()
+            if meets(block):
+                service.told(now, caller, namespace, block)
+                headers.append(BlockHeader(COMPANY))
+                continue
+            if self._in_parts:
+                service.leaves(now, caller, namespace, block)
+            if self._answer_bytes and service.is_below(namespace, block):
                 headers.append(BlockHeader(LATER))
                 continue
-            copy = service.get(caller, get.namespace, block)
+            copy = service.get(caller, namespace, block)
             if isinstance(copy, str):
                 headers.append(BlockHeader(copy))
                 continue
             length = copy.size_bytes - block.start_bytes
-            if length <= 0 or (views and size_bytes + length > MAX_BULK_BYTES):
+            if length <= 0 or (self._answer_bytes and self._answer_bytes + length > MAX_BULK_BYTES):
                 service.end_get(copy)
                 headers.append(BlockHeader(NOT_FOUND if length <= 0 else LATER))
                 continue
-            size_bytes += length
+            self._answer_bytes += length
+            part_bytes += length
             self._sending.append(copy)
             headers.append(BlockHeader(DONE, copy.size_bytes, copy.digest))
             views.append(service.view(copy)[block.start_bytes :])
         self._send(BulkBlocks(headers))
-        self._namespace = get.namespace
+        self._part_at = now
         for view in views:
             self._send_block(view)
+
+    def _meets(self, now: float) -> Callable[[WantedBlock], bool]:
+        """Which of the blocks that are left had better be READ: those that others want, too; and
+        all, if those are most: what came by TCP beside them would take the link from them."""
+        if not self._in_parts:
+            return lambda _block: False
+        met = [self._service.is_met(now, self._namespace, block) for block in self._left]
+        if 2 * sum(met) >= len(met):
+            return lambda _block: True
+        keys = {block.key for block, is_met in zip(self._left, met, strict=True) if is_met}
+        return lambda block: block.key in keys
+
+    def _adapt_parts(self, now: float) -> None:
+        """The last part of an answer has left."""
+        took_s = now - self._part_at
+        if took_s < QUICK_S:
+            self._part_bytes = min(2 * self._part_bytes, MAX_BULK_BYTES)
+        elif took_s > SLOW_S:
+            self._part_bytes = max(self._part_bytes // 2, PART_BYTES)
 
     def _caller_of(self, message: CallerMessage) -> str:
         if not isinstance(message, BulkHello) or message.version != BULK_PROTOCOL_VERSION:
@@ -319,7 +390,12 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         self._coming.moved(now, self._put_namespace, size_bytes)
 
     def _drained(self, now: float) -> None:
+        if self._sending:
+            self._adapt_parts(now)
         self._end_gets()
+        if self._left and not self._held_up:
+            self._send_part(now)
+            return
         if not self._putting:
             self._deadline = now + self._options.idle_s
 
@@ -341,5 +417,9 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
             if not isinstance(room, str):
                 self._service.abort_put(room)
         self._end_gets()
+        for block in self._left if self._in_parts else ():
+            assert self._caller is not None
+            self._service.leaves(now, self._caller, self._namespace, block)
+        self._left.clear()
         for turn in waited:
             turn.pass_on()

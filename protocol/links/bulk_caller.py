@@ -352,7 +352,11 @@ def _alike(first: BulkCall, other: BulkCall) -> bool:
     if abs(first.deadline - other.deadline) > MERGED_WITHIN_S:
         return False
     if isinstance(first, GetCall):
-        return isinstance(other, GetCall) and first.block.namespace == other.block.namespace
+        return (
+            isinstance(other, GetCall)
+            and first.block.namespace == other.block.namespace
+            and first.may_read == other.may_read
+        )
     return (
         isinstance(first, PutCall)
         and isinstance(other, PutCall)
@@ -386,7 +390,9 @@ class BulkConnection(LinkStream[CalleeMessage]):
         self._reused = False
         """The calls began on a connection that was there already."""
         self._answered = False
-        """The callee has said something about these calls."""
+        """The callee has said something about these calls,"""
+        self._given = False
+        """and has given some block."""
         self._promised: deque[int] = deque()
         """The digests of the blocks that are coming, one for each call."""
         self._refused: set[BulkCall] = set()
@@ -410,6 +416,7 @@ class BulkConnection(LinkStream[CalleeMessage]):
         self._last_moment = min(call.deadline for call in calls)
         self._reused = self.is_connected
         self._answered = False
+        self._given = False
         self.put_back = False
         self._gone = False
         self._unasked = False
@@ -481,12 +488,12 @@ class BulkConnection(LinkStream[CalleeMessage]):
                     for call in self.calls:
                         assert isinstance(call, PutCall)
                         self._send_block(self._link.view(call.copy))
-            case GetCall(block=block):
+            case GetCall(block=block) as first:
                 wanted = []
                 for call in self.calls:
                     assert isinstance(call, GetCall)
                     wanted.append(WantedBlock(call.block.key, call.digest, call.start_bytes))
-                self._send(BulkGet(block.namespace, wanted))
+                self._send(BulkGet(block.namespace, wanted, first.may_read))
             case DropCall() as call:
                 self._send(BulkDrop(call.namespace, call.keys))
             case ExistsCall() as call:
@@ -533,20 +540,27 @@ class BulkConnection(LinkStream[CalleeMessage]):
             self._free(now)
 
     def _receive_blocks(self, now: float, headers: list[BlockHeader]) -> None:
-        """The blocks that are held come now; the other gets have ended, or must be asked again."""
-        if len(headers) != len(self.calls) or self._promised:
+        """Of the first of the calls, the blocks that are held come now; the other gets have ended,
+        or must be asked again."""
+        first, count = self.calls[0], len(self.calls)
+        assert isinstance(first, GetCall)
+        wrong = len(headers) > count if first.may_read else len(headers) != count
+        if wrong or self._promised:
             raise LinkError(f"{len(headers)} blocks in answer to {len(self.calls)} gets")
-        for call, header in zip(self.calls, headers, strict=True):
+        told = list(zip(self.calls, headers, strict=False))
+        for call, header in told:
             assert isinstance(call, GetCall)
             if header.status == bulk.DONE and header.size_bytes <= call.start_bytes:
                 raise LinkError(f"a block of {header.size_bytes} bytes from {call.start_bytes} on")
-        if headers[0].status == bulk.LATER:
+        if headers[0].status == bulk.LATER and not self._given:
             raise LinkError("the first block is for later")
-        calls, self.calls = self.calls, deque()
+        behind = list(self.calls)[len(headers) :]
+        self.calls.clear()
         later: list[BulkCall] = []
         skipped_bytes = 0
-        for call, header in zip(calls, headers, strict=True):
+        for call, header in told:
             assert isinstance(call, GetCall)
+            self._given |= header.status == bulk.DONE
             if header.status == bulk.LATER:
                 later.append(call)
                 continue
@@ -564,8 +578,9 @@ class BulkConnection(LinkStream[CalleeMessage]):
                 self._refused.add(call)
                 skipped_bytes += header.size_bytes - call.start_bytes
                 self._skip_block(header.size_bytes - call.start_bytes)
+        self.calls.extend(behind)
         self._link.again(self.peer, later)
-        self.put_back = bool(later)
+        self.put_back |= bool(later)
         if skipped_bytes > MAX_SKIPPED_BYTES:
             self.end(now)
         elif self.calls:

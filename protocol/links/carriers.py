@@ -125,6 +125,7 @@ class Carriers:
             call.ended,
             call.start_bytes,
             call.wanted,
+            call.may_read,
         )
         return GetCall(
             call.node,
@@ -135,6 +136,7 @@ class Carriers:
             _Ended(self, call, node_id, by_tcp),
             call.start_bytes,
             call.wanted,
+            call.may_read,
         )
 
     def ended(

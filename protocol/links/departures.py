@@ -178,6 +178,8 @@ class Departures:
         self._sends = 0
         self._read_bytes = 0.0  # in this period
         self._period_ends = -inf
+        self.was_sent: Callable[[int], None] = lambda _size_bytes: None
+        """Told how many bytes have gone out."""
         self.waits_total = 0
         """Times that somebody was told to wait."""
 
@@ -261,6 +263,7 @@ class Departures:
 
     def sent(self, now: float, namespace: int, size_bytes: int) -> None:
         """So many bytes have gone out."""
+        self.was_sent(size_bytes)
         if self._pace > 0:
             self._there[namespace] = now
             self._count(now)

@@ -12,6 +12,7 @@ answer to each comes before the next is sent. Messages are framed by
     BulkPut  -> BulkGo                           it wants none
     BulkPut + bytes -> BulkTaken                 where `follows` says so
     BulkGet  -> BulkBlocks + bytes               of those blocks that are held
+    BulkGet  -> (BulkBlocks + bytes) ...         the same, where `may_read` says so: some by some
     BulkDrop -> BulkDone;  BulkExists -> BulkHeld
     BulkConvey -> BulkDone                       done: the connection is a conveyor from now on
 
@@ -64,7 +65,8 @@ DONE: Final = "done"
 WANTED: Final = "wanted"
 """BulkPut: the callee has room for the block and lacks it."""
 LATER: Final = "later"
-"""BulkGet: held, but the answer is long enough; ask again. Never of the first block held."""
+"""BulkGet: held, but the answer is long enough; ask again. Never of the first block held, of the
+whole answer."""
 HELD: Final = "held"
 """BulkPut: the callee holds a copy already; it stays as it is."""
 NOT_FOUND: Final = "not_found"
@@ -73,6 +75,8 @@ NOT_HOME: Final = "not_home"
 STALE: Final = "stale"
 """BulkPut: to the callee the namespace's number means something else, or its keys are made in
 another way: one of the two has not heard of a change yet."""
+COMPANY: Final = "company"
+"""BulkGet: held, but another node wants it, too: READ it, so that both get it by one answer."""
 NO_ROOM: Final = "no_room"
 FORBIDDEN: Final = "forbidden"
 """The namespace is unknown to the callee, or not the caller's to use."""
@@ -121,10 +125,13 @@ class WantedBlock(Struct, frozen=True, array_like=True):
 
 
 class BulkGet(Struct, frozen=True, tag="get"):
-    """Send these blocks."""
+    """Send these blocks. `may_read`: the caller can READ them as well. Then the answer may be
+    several, each of the next of the blocks, and what another node wants, too, before its turn has
+    come, is COMPANY."""
 
     namespace: U16
     blocks: Annotated[list[WantedBlock], Meta(min_length=1, max_length=MAX_BULK_BLOCKS)]
+    may_read: bool = False
 
 
 class BulkDrop(Struct, frozen=True, tag="drop"):
@@ -144,10 +151,11 @@ class BulkExists(Struct, frozen=True, tag="exists"):
 class BulkConvey(Struct, frozen=True, tag="convey"):
     """Let this connection be a conveyor (`kvcast.protocol.conveyor`): nothing of what is said here
     is said on it any more. `pushes`: not for blocks to be asked for, but for the caller to push
-    them (`kvcast.protocol.pushing`)."""
+    them (`kvcast.protocol.pushing`). `may_read`: the caller knows READ_IT for an answer."""
 
     version: U16
     pushes: bool = False
+    may_read: bool = False
 
 
 CONVEYOR_VERSION: Final = 3
@@ -185,7 +193,7 @@ class BlockHeader(Struct, frozen=True, array_like=True):
 
 
 class BulkBlocks(Struct, frozen=True, tag="blocks"):
-    """Answer to BulkGet, one header a block; the bytes of all of them follow."""
+    """Answer to BulkGet, or part of it, one header a block; the bytes of all of them follow."""
 
     blocks: Annotated[list[BlockHeader], Meta(min_length=1, max_length=MAX_BULK_BLOCKS)]
 

@@ -66,7 +66,8 @@ FLAG_PARTIAL: Final = 0x0002
 FLAG_LAST: Final = 0x0004
 """DATA: the last chunk of this answer."""
 FLAG_SHARED: Final = 0x0008
-"""DATA, MISS: set by a switch where more than one port waited. READ: set by a switch that will
+"""DATA, MISS: set by a switch where more than one port waited; DATA also by a home that knows of
+another node that is about to READ the block. READ: set by a switch that will
 copy the answer to this reader; the home may answer READs so marked together."""
 FLAG_PADDED: Final = 0x0010
 """READ: READ_PADDING_BYTES follow the header."""

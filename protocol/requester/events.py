@@ -175,6 +175,8 @@ class FetchReport:
     """Of all of these, chunks that came by RDMA."""
     bulk: bool = False
     """The block came the bulk way, or all of it but the first segment."""
+    met: bool = False
+    """Its home was asked for it another way, and said that another node wants it, too."""
     reads: int = 0
     """READs sent, repeats included."""
     retries: int = 0
@@ -332,6 +334,8 @@ class RequesterCounters:
     """Of them, those taken."""
     offers_ignored: int = 0
     """Of them, those of no use, or not needed any more."""
+    met: int = 0
+    """Blocks asked for another way, of which a home said that another node wants them, too."""
     bulk_tries: int = 0
     outbox_dropped: int = 0
     """READs not sent because the caller did not take what was to be sent."""

@@ -92,6 +92,10 @@ from kvcast.protocol.requester.lifecycle import Lifecycle
 from kvcast.protocol.requester.segment import AWAITING, Segment, SegmentEvent, SegmentState
 from kvcast.protocol.requester.story import Story
 
+MEETING_MS: Final = 1000
+"""Who was told of another reader expects answers to be shared for so long, until some are."""
+MOST_MET: Final = 4096
+"""Blocks of which it is known that others want them, too."""
 MOST_GROUPS: Final = 256
 """Reader groups of which it is known when their DATA came last."""
 _RECEIVING: Final = SegmentState.RECEIVING
@@ -122,6 +126,8 @@ class Requester:
         self._timers = self._life.timers
         self._asker = self._life.asker
         self._next_id = 1
+        self._met: BoundedMap[BlockId, float] = BoundedMap(MOST_MET)
+        """Until when it is so."""
 
     @property
     def config(self) -> RequesterConfig:
@@ -196,7 +202,10 @@ class Requester:
         fetch.group = group
         fetch.expect_waits = expect_waits
         looks_for_company = fetch.gather_ms or group or expect
-        fetch.may_probe = probe and not looks_for_company and self.may_probe(now)
+        fetch.report.met = self.has_met(now, block)
+        fetch.may_probe = (
+            probe and not looks_for_company and not fetch.report.met and self.may_probe(now)
+        )
         self._asker.expect_company(now, fetch.gather_ms)
         self._life.begin(now, fetch, expect=expect)
         if repeat:
@@ -207,6 +216,18 @@ class Requester:
     def may_probe(self, now: float) -> bool:
         """Whether a fetch that begins now, and looks for no company, would take an offer."""
         return bool(self.config.usable_offer_kinds) and not self._asker.shares(now)
+
+    def meet(self, now: float, block: BlockId) -> None:
+        """A home that was asked for a block in another way says that another node wants it, too:
+        it is READ, as many segments at once as while readers keep step, since both have just
+        begun."""
+        self.counters.met += 1
+        self._met[block] = now + self.config.sharing_memory_s
+        self._asker.expect_company(now, MEETING_MS)
+
+    def has_met(self, now: float, block: BlockId) -> bool:
+        """Whether a home said so of late."""
+        return self._met.get(block, -inf) > now
 
     def weigh(self, weight_of: Callable[[int], float]) -> None:
         """Share windows and credit by weights of namespaces."""

@@ -219,7 +219,7 @@ class Answer:
             job.block.namespace,
             job.block.key,
             job.segment,
-            job.flags,
+            job.flags | FLAG_SHARED if job.awaited else job.flags,
             job.group,
             job.held.digest,
             size,
@@ -259,6 +259,7 @@ class _Job:
     """One segment, or part of it, on its way to one reader."""
 
     __slots__ = (
+        "awaited",
         "behind",
         "block",
         "chunking",
@@ -288,6 +289,7 @@ class _Job:
         self.remaining = remaining  # chunks to send, as a bitmap
         self.offer: Frame | None = None  # sent before the first chunk
         self.marked = bool(frame.flags & FLAG_SHARED)
+        self.awaited = False  # another node is about to READ the block
         self.behind = False  # another reader was sent the segment a moment ago
         self.whole = True  # not only its end
 
@@ -324,11 +326,14 @@ class Responder:
         lookup: Lookup,
         is_home: Callable[[BlockId], bool] | None = None,
         make_offer: MakeOffer | None = None,
+        is_awaited: Callable[[float, BlockId, int], bool] = lambda *_: False,
         weight_of: Callable[[int], float] = lambda _namespace: 1.0,
     ) -> None:
         """`is_home`: whether this node is a home of a block by its own pool map; with it, a READ
         that went astray is told from one for a block that is not there. `weight_of`: a
-        namespace's share, as against others'."""
+        namespace's share, as against others'. `is_awaited`: whether another node than this one is
+        about to READ a block: then the answer says that it is shared, and offers no other way."""
+        self._is_awaited = is_awaited
         self.config = config
         self.counters = ResponderCounters()
         self._lookup = lookup
@@ -446,6 +451,12 @@ class Responder:
         """Go on at another pace; 0 = no limit."""
         self._bucket.set_rate(now, rate_frames_per_s)
         self._shares.credit = self._saved_frames(rate_frames_per_s)
+
+    def sent_otherwise(self, size_bytes: int) -> None:
+        """So many bytes of blocks have gone out another way over the same link: where that has a
+        rate, answers make room for them. Who sends more than the link carries fills its queue for
+        good, and loses whole answers there."""
+        self._bucket.owe(size_bytes / CELLS.chunk_bytes)
 
     def _saved_frames(self, rate_frames_per_s: float) -> float:
         return self.config.saved_s * rate_frames_per_s or self.config.saved_frames
@@ -588,9 +599,11 @@ class Responder:
             wanted = 1 << wanted.bit_length() - 1
         job = _Job(key, block, held, frame, wanted)
         job.whole = not repeated
-        # Who looks for company takes no offer (`Requester.fetch`), and would be woken for it.
-        if not partial and not repeated and index == 0 and not frame.gather and not frame.group:
-            job.offer = self._offer(frame, block, held)
+        if not partial and not repeated and index == 0:
+            job.awaited = not write and self._is_awaited(now, block, reader)
+            # Who looks for company takes no offer (`Requester.fetch`), and would be woken for it.
+            if not (job.awaited or frame.gather or frame.group):
+                job.offer = self._offer(frame, block, held)
         self._jobs[key] = job
         if shared is not None:
             self._shared_jobs[shared] = job

@@ -25,10 +25,12 @@ from kvcast.hostagent.core.store import Copy, Store, StoreError
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.protocol.conveyor import (
+    GIVEN_HERE,
     GIVEN_ROOM,
     LEAVING,
     NODES,
     NOT_HERE,
+    READ_IT,
     REPLY,
     REQUEST,
     REQUESTS,
@@ -92,7 +94,7 @@ class Home:
         given, sent_bytes = self.givers.take_given()
         self.given += len(given)
         for each in given:
-            assert each.node == READER
+            assert each.node in (READER, READER + 1)
         return sent_bytes
 
 
@@ -114,6 +116,65 @@ def test_what_is_asked_for_comes_in_order_from_where_it_is_wanted() -> None:
     wanted += REPLY.pack(9, 0, 0, NOT_HERE) + REPLY.pack(3, 0, 0, NOT_HERE)
     assert out == wanted
     assert home.given == 2
+
+
+def replies_of(out: bytes) -> list[int]:
+    """The statuses of replies that no bytes follow."""
+    return [status for _, _, _, status in REPLY.iter_unpack(out)]
+
+
+def test_what_two_ask_for_before_its_turn_has_come_both_are_told_to_read() -> None:
+    home = Home()
+    large = [number for number in range(60) if len(content_of(number)) > SLAB][:3]
+    for number in large:
+        assert home.put(number) is not None
+    other = home.givers.begin(READER + 1)
+    assert home.number is not None
+    assert other is not None
+    said = b"".join(request(n, number) for n, number in enumerate(large * 2))
+    home.givers.hear(home.number, said)
+    assert len(large) == 3
+    begun = home.givers.bytes_to_send(home.number, 1000)
+    assert REPLY.unpack_from(begun)[3] == GIVEN_HERE
+    home.book()
+    home.givers.hear(other, request(9, large[1]) + request(10, large[2]))
+    assert replies_of(home.givers.bytes_to_send(other, 1 << 20)) == [READ_IT] * 2
+    out = begun
+    while data := home.givers.bytes_to_send(home.number, 1 << 20):
+        out += data
+        home.book()
+    first = content_of(large[0])
+    assert out[REPLY.size :].startswith(first), "what has begun to leave goes on"
+    assert set(replies_of(out[REPLY.size + len(first) :])) == {READ_IT}
+    assert home.given == 1
+
+
+def test_who_does_not_know_of_companies_is_given_what_it_asks_for() -> None:
+    home = Home()
+    assert home.put(12) is not None
+    other = home.givers.begin(READER + 1)
+    assert home.number is not None
+    assert other is not None
+    home.givers.givers[other].may_read = 0
+    for number in (home.number, other):
+        home.givers.hear(number, request(1, 12))
+    for number in (home.number, other):
+        out = home.givers.bytes_to_send(number, 1 << 20)
+        assert REPLY.unpack_from(out)[3] == GIVEN_HERE
+        home.book()
+
+
+def test_who_hangs_up_is_not_waited_for() -> None:
+    home = Home()
+    assert home.put(12) is not None
+    assert home.put(1) is not None
+    other = home.givers.begin(READER + 1)
+    assert home.number is not None
+    assert other is not None
+    home.givers.hear(other, request(1, 1) + request(2, 12))
+    home.givers.bytes_to_send(other, 1)
+    home.givers.end(other)
+    assert REPLY.unpack_from(home.answers(request(1, 12)))[3] == GIVEN_HERE
 
 
 @pytest.mark.parametrize("namespace", [2, 3])

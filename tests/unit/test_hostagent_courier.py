@@ -997,6 +997,17 @@ def test_bytes_that_are_not_the_digests_and_none_at_all_are_handed_over(
     large.end()
 
 
+def test_what_the_home_says_to_read_is_handed_over_and_read_without_a_probe(large: Stand) -> None:
+    two_on_a_conveyor(large)
+    large.reply(spoil=7)
+    assert reasons(large) == {"company": 1}
+    met = [n for n in (12, 13) if large.core.requester.has_met(large.now, BlockId(1, key_of(n)))]
+    assert len(met) == 1
+    large.reply()
+    assert large.given == 1, "the next block is not meant"
+    large.end()
+
+
 @pytest.mark.parametrize("spoil", [2, 3])
 def test_the_end_of_another_copy_than_the_one_begun_is_handed_over(
     large: Stand, spoil: int

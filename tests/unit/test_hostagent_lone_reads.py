@@ -19,6 +19,13 @@ from kvcast.protocol.links.bulk import UNREACHABLE, BulkOptions
 from kvcast.protocol.links.bulk_callee import BulkCallee
 from kvcast.protocol.links.bulk_caller import BulkCaller, BulkConnection, Complete, Connect
 from kvcast.protocol.messages import local
+from kvcast.protocol.messages.bulk import (
+    BULK_PROTOCOL_VERSION,
+    BulkGet,
+    BulkHello,
+    CallerMessage,
+    WantedBlock,
+)
 from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,
     BlockRef,
@@ -28,6 +35,7 @@ from kvcast.protocol.messages.control import (
     Registered,
     Residents,
 )
+from kvcast.protocol.messages.framing import MessageCodec
 from kvcast.protocol.messages.wire import (
     BUCKETS,
     FLAG_SHARED,
@@ -129,6 +137,13 @@ class Pool:
             node.link.check()
             node.core.store.check()
 
+    def meanwhile(self) -> None:
+        """Carry frames, and what is asked for by TCP, but nothing of its answers."""
+        held, self.spoil = self.spoil, lambda data: data
+        while self._frames() or self._calls(answers=False):
+            pass
+        self.spoil = held
+
     def pass_time(self, seconds: float) -> None:
         """Let all timers come up that do within so much time."""
         until = self.now + seconds
@@ -172,7 +187,7 @@ class Pool:
             node.core.after_receiving(self.now)
         return moved
 
-    def _calls(self) -> bool:
+    def _calls(self, *, answers: bool = True) -> bool:
         moved = False
         for node in self.nodes.values():
             pool = node.core.pool
@@ -197,11 +212,13 @@ class Pool:
                         connection.connected(self.now)
                     case Connect(connection=connection):
                         connection.lost(self.now)
-        for connection, callee in self._callees.items():
+        for connection, callee in list(self._callees.items()):
             while not connection.closed and (data := connection.bytes_to_send(self.now, 1 << 20)):
                 callee.received(self.now, data)
                 moved = True
-            while not callee.closed and (data := callee.bytes_to_send(self.now, 1 << 20)):
+            while (
+                answers and not callee.closed and (data := callee.bytes_to_send(self.now, 1 << 20))
+            ):
                 connection.received(self.now, self.spoil(data))
                 moved = True
                 if connection.closed:
@@ -505,3 +522,75 @@ def test_beyond_the_bound_of_fetches_a_block_does_not_follow() -> None:
     check_at_rest(pool)
     assert pool.reader.core.metrics.bulk_failures_total == 0
     assert {item.reason or item.status for item in items} <= {"deadline", "busy", UNREACHABLE}
+
+
+CHAIN = {number: noise(number, 200_000) for number in range(40)}
+
+
+def meet(pool: Pool, second: list[int], *, by_reads: bool = False) -> list[list[GetItem]]:
+    """Node 1 asks for a chain, and node 3 for some of it when the first of its blocks leave."""
+    for number, data in CHAIN.items():
+        pool.home.hold(number, data)
+    asked = [pool.reader.get(list(CHAIN))]
+    gather = {"gather_ms": 1} if by_reads else {}
+
+    def come(data: bytes) -> bytes:
+        if len(asked) == 1 and len(data) > 100_000:
+            asked.append(pool.nodes[3].get(second, now=pool.now, **gather))
+            pool.meanwhile()
+        return data
+
+    pool.spoil = come
+    pool.pass_time(1.0)
+    return asked
+
+
+@pytest.mark.parametrize("by_reads", [False, True])
+def test_who_asks_for_what_another_is_still_to_be_given_by_tcp_reads_it_with_that(
+    by_reads: bool,
+) -> None:
+    pool = Pool()
+    first, second = meet(pool, list(CHAIN), by_reads=by_reads)
+    for node, items in ((pool.reader, first), (pool.nodes[3], second)):
+        assert [node.bytes_of(item) for item in items] == list(CHAIN.values())
+    sent = pool.home.core.values()
+    assert sent["reads_met_total"] >= len(CHAIN) / 2
+    assert sent["payload_bytes_sent_bulk_get_total"] < 200_000 * len(CHAIN) / 2
+    came = pool.reader.core.values()
+    assert came["requester_met_total"] >= len(CHAIN) / 2
+    assert first[0].tier == "bulk", "what had begun to come is not begun anew"
+    assert first[-1].tier != "bulk"
+    for node in pool.nodes.values():
+        assert node.core.reads.waiting == 0
+
+
+def test_who_wants_another_part_of_it_is_not_told_to_read() -> None:
+    pool = Pool()
+    pool.nodes[2].hold(99, noise(99, BIG))
+    first, second = meet(pool, [99])
+    assert [item.tier for item in (*first, *second)] == ["bulk"] * (len(CHAIN) + 1)
+    assert pool.home.core.values()["reads_met_total"] == 0
+
+
+def test_what_cannot_be_read_is_given_whoever_wants_it() -> None:
+    """The last resort, and who does not know of companies, ask without `may_read`."""
+    pool = Pool()
+    pool.home.hold(1, noise(1, BIG))
+    get = BulkGet(1, [WantedBlock(key(1))])
+    serving, metrics = pool.home.core.serving, pool.home.core.metrics
+    serving.asks(0.0, "node-1", get)
+    serving.asks(0.0, "node-3", get)
+    sent = []
+    for may_read in (False, True):
+        callee = BulkCallee(0.0, serving, BulkOptions(), metrics)
+        codec = MessageCodec(CallerMessage, max_message_bytes=1 << 16)
+        asked = BulkGet(1, [WantedBlock(key(1))], may_read)
+        for message in (BulkHello(BULK_PROTOCOL_VERSION, "node-1"), asked):
+            callee.received(0.0, codec.encode(message))
+        sent.append(b"")
+        while data := callee.bytes_to_send(0.0, 1 << 20):
+            sent[-1] += data
+        callee.lost(0.0)
+    assert sent[0].endswith(noise(1, BIG))
+    assert len(sent[1]) < 100
+    assert b"company" in sent[1]

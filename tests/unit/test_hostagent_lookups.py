@@ -53,7 +53,7 @@ class Home:
         shared.join(Region(pins, size_bytes, lambda why: pytest.fail(why)))
         self._knows_all = ctypes.c_uint64(knows_all)
         self._kept = (lane, shared)
-        self.givers = Givers(lane.address, pins, ctypes.addressof(self._knows_all))
+        self.givers = Givers(lane.address, pins, knows_all=ctypes.addressof(self._knows_all))
         number = self.givers.begin(READER)
         assert number is not None
         self.number = number

@@ -107,6 +107,10 @@ class Service:
     below: dict[bytes, Copy] = field(default_factory=dict)
     """What `bring` brings, when `brought` is called: as many at once as `at_once`."""
     brought: Callable[[], None] | None = None
+    met: set[bytes] = field(default_factory=set)
+    """What several want,"""
+    waiting: list[bytes] = field(default_factory=list)
+    """and what was asked for and is still to be given."""
     at_once: int = 1
 
     def bring(self, _now: float, get: BulkGet, then: Callable[[], None]) -> bool:
@@ -121,6 +125,18 @@ class Service:
 
     def is_below(self, _namespace: int, block: WantedBlock) -> bool:
         return block.key in self.below
+
+    def asks(self, _now: float, _caller: str, get: BulkGet) -> None:
+        self.waiting += [block.key for block in get.blocks]
+
+    def is_met(self, _now: float, _namespace: int, block: WantedBlock) -> bool:
+        return block.key in self.met
+
+    def told(self, _now: float, _caller: str, _namespace: int, block: WantedBlock) -> None:
+        self.waiting.remove(block.key)
+
+    def leaves(self, _now: float, _caller: str, _namespace: int, block: WantedBlock) -> None:
+        self.waiting.remove(block.key)
 
     def convey(self, _caller: str, _convey: bulk.BulkConvey) -> str:
         return bulk.DONE

@@ -443,6 +443,41 @@ def test_who_looks_for_company_is_offered_nothing(looks_for_company: dict[str, i
     assert [frame.op for _, frame in bench.send(now=0.1)] == [wire.OP_DATA] * 64
 
 
+def test_a_block_that_another_is_about_to_read_is_called_shared_and_not_offered() -> None:
+    asked: list[tuple[BlockId, int]] = []
+
+    def is_awaited(_now: float, block: BlockId, reader: int) -> bool:
+        asked.append((block, reader))
+        return True
+
+    bench = Bench(make_offer=lambda block, held: Offer(1, 1, 2, 3, 4))
+    bench.core = Responder(
+        ResponderConfig(),
+        lookup=bench.lookup,
+        make_offer=lambda block, held: Offer(1, 1, 2, 3, 4),
+        is_awaited=is_awaited,
+    )
+    bench.read(reader=5)
+    frames = [frame for _, frame in bench.send()]
+    assert [frame.op for frame in frames] == [wire.OP_DATA] * 64
+    assert all(frame.flags & wire.FLAG_SHARED for frame in frames)
+    bench.read(reader=5, segment=1)
+    bench.read(reader=5, wanted=1)
+    assert not any(frame.flags & wire.FLAG_SHARED for _, frame in bench.send())
+    assert asked == [(BLOCK, 5)], "the first segment tells"
+
+
+def test_answers_make_room_for_what_leaves_another_way_over_the_same_link() -> None:
+    bench = Bench(rate_frames_per_s=1000.0, burst_frames=64)
+    bench.read()
+    assert len(bench.send(now=0.0)) == 64
+    bench.core.sent_otherwise(64 * 1024)
+    bench.read()
+    assert len(bench.send(now=0.064)) == 32, "half of the link is theirs all the same"
+    assert len(bench.send(now=0.096)) == 16
+    assert len(bench.send(now=0.128)) == 16, "all is paid for now"
+
+
 def test_heat_counts_reads_and_distinct_readers_and_forgets_the_coldest() -> None:
     blocks = {BlockId(3, bytes([i]) * 16): Held(bytes([i])) for i in range(3)}
 
