@@ -242,6 +242,25 @@ def test_the_lane_answers_what_needs_no_decision() -> None:
     assert (warmer.reads, warmer.readers) == (1, 1)
 
 
+def test_a_read_of_what_another_node_waits_for_by_tcp_needs_a_decision() -> None:
+    home = Home(with_lane=True)
+    home.put(0.0, 1, KEYS[0], 200_000)
+    block = wire.BlockId(1, KEYS[0])
+    read = wire.encode(wire.Frame(wire.OP_READ, *block, wanted=wire.FULL_SEGMENT))
+    home.core.meetings.asks(0.0, block, 3)
+    home.hear(0.0, 3, [read])
+    by_lane = home.by_lane
+    assert by_lane, "its own READ"
+    home.take()
+    home.hear(0.0, 2, [read])
+    home.pump(0.0)
+    assert home.by_lane == by_lane
+    frames = [wire.decode(datagram) for node, datagram in home.take() if node == 2]
+    assert [frame.op for frame in frames] == [wire.OP_DATA] * 64
+    assert all(frame.flags & wire.FLAG_SHARED for frame in frames)
+    assert home.core.meetings.is_met(0.0, block)
+
+
 def test_compiled_code_answers_no_node_that_a_namespace_is_not_for() -> None:
     home = Home(with_lane=True)
     home.put(1.0, 2, KEYS[0], 1000)

@@ -21,6 +21,7 @@ from kvcast.hostagent import membarrier
 from kvcast.hostagent.core.pushing import Pushes
 from kvcast.hostagent.network.courier import CourierDriver, CourierSelector
 from kvcast.hostagent.network.mover import Mover
+from kvcast.protocol.meetings import Meetings
 from kvcast.protocol.messages.roce import Place
 from kvcast.protocol.messages.shared import REGION_BYTES
 from kvcast.protocol.placement import Arrived, address_of_buffer
@@ -73,6 +74,7 @@ class Bed:
             pump=lambda: None,
             count=lambda: None,
             lane=None,
+            meetings=Meetings(),
             pins=memoryview(bytearray(REGION_BYTES)),
             given=lambda _given, _node: None,
             open_lane=lambda _now: None,
