@@ -58,6 +58,7 @@ class Bed:
         def frame(_node: int, _data: bytes) -> None:
             self.frames += 1
 
+        self.meetings = Meetings()
         core = self.stand.core
         pushes = Pushes(
             *(self.stand.courier, core.store, core.writes, core.serving, core.outbox, core.metrics),
@@ -74,7 +75,7 @@ class Bed:
             pump=lambda: None,
             count=lambda: None,
             lane=None,
-            meetings=Meetings(),
+            meetings=self.meetings,
             pins=memoryview(bytearray(REGION_BYTES)),
             given=lambda _given, _node: None,
             open_lane=lambda _now: None,
@@ -84,6 +85,7 @@ class Bed:
         # Frames are Python's unless a lane is open; this one answers nothing.
         lane: Any = self.driver._no_lane
         lane.opened = 1
+        lane.meetings = self.meetings.address
         for index in range(4):
             assert self.card.landing.claim(self.reader.place(index), index)
 
