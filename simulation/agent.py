@@ -14,20 +14,23 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol, cast
 
 import msgspec
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.courier import Courier
 from kvcast.hostagent.core.pool import Pool
-from kvcast.hostagent.core.pushing import Pushes
+from kvcast.hostagent.core.pushing import Pushes, put_lately
 from kvcast.hostagent.core.recovery import Recovery
 from kvcast.hostagent.core.serving import Serving
+from kvcast.hostagent.core.sessions import Session, rows_left
 from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.network.lander import hashing
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
+from kvcast.hostagent.tiers.ledger import LEDGER_BYTES, Ledger
 from kvcast.protocol.lane import datagrams_of
 from kvcast.protocol.links.control_caller import (
     ControlCaller,
@@ -42,7 +45,7 @@ from kvcast.protocol.messages.control import (
     Registered,
 )
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac
-from kvcast.protocol.messages.questions import EXISTS, PUT
+from kvcast.protocol.messages.questions import EXISTS, FIRST_HANDLE, PUT
 from kvcast.protocol.messages.roce import SHARED_CHUNKING
 from kvcast.protocol.messages.shared import index_bytes
 from kvcast.protocol.messages.wire import UDP_PORT, decode, encode
@@ -58,7 +61,7 @@ from kvcast.simulation.pushing import PushSide
 from kvcast.simulation.rdma import RdmaSide
 from kvcast.simulation.streams import Process, StreamDriver, StreamEnd
 from kvcast.simulation.verbs import Fabric
-from kvcast.simulation.world import Alarm, World
+from kvcast.simulation.world import Alarm, DiedError, World
 from kvcast.simulation.zones import ZoneSide
 
 SEND_ROUND: Final = 64
@@ -91,6 +94,8 @@ class HostOptions:
     mtu_bytes: int = 1500
     link_bits_per_s: int = 0
     """What it says that its link carries, by which its load is told; 0 = it does not say."""
+    keeps: bool = False
+    """Whether clients outlive their agent, as with `--arena-keep` and a supervisor."""
     shares_by_rdma: bool = False
     """Whether its card, if it has one, takes and writes shared answers."""
 
@@ -150,8 +155,12 @@ CoreFactory = Callable[["SimHost", random.Random], AgentCore]
 def _courier_of(host: SimHost, core: AgentCore) -> Courier | None:
     """The courier of a new process, as `kvcast.hostagent.agent` makes it."""
     functions = hashing()
-    if core.recovery is not None or functions is None:
+    if (core.recovery is not None and core.ledger is None) or functions is None:
         return None
+    first_handle = FIRST_HANDLE
+    if core.ledger is not None:  # no handle of a former agent's may be taken for one of this one's
+        rng = host.world.stream(f"handles/{host.number}/{host.lives}")
+        first_handle |= rng.getrandbits(29) << 32
     return Courier(
         *(core.store, core.requester, core.outbox, core.spread, core.metrics),
         index_address=address_of_buffer(host.index),
@@ -159,6 +168,8 @@ def _courier_of(host: SimHost, core: AgentCore) -> Courier | None:
         arena_address=address_of_buffer(host.memory),
         most_bytes=host.options.arena_bytes // _LANDINGS_SHARE,
         hashing=functions,
+        ledger=core.ledger,
+        first_handle=first_handle,
     )
 
 
@@ -168,6 +179,7 @@ def _pushes_of(host: SimHost, core: AgentCore, courier: Courier, serving: Servin
         *(courier, core.store, core.writes, serving, core.outbox, core.metrics),
         arena_address=address_of_buffer(host.memory),
         lane=0 if core.lane is None else core.lane.address,
+        ledger=core.ledger,
     )
     core.serving.stored = pushes.stored
     return pushes
@@ -189,13 +201,17 @@ def agent_core(host: SimHost, rng: random.Random) -> AgentCore:
     if not found:
         host.index = memoryview(bytearray(index_bytes(buckets_for(options.arena_bytes))))
     index = Index(host.index, options.arena_bytes, host.lives)
-    shared_index = SharedIndex(index, store, barrier=lambda: None)
+    ledger = Ledger(host.ledger) if options.keeps else None
+    shared_index = SharedIndex(index, store, lambda: None, ledger)
     memory = memoryview(host.memory)
     recovery = None
     if found:
         index.hide_namespaces()
-        recovery = Recovery(index, store, shared_index, memory)
-    core = AgentCore(options.agent, store, memory, rng, shared_index, recovery=recovery)
+        lately = partial(put_lately, ledger) if ledger is not None else tuple
+        recovery = Recovery(index, store, shared_index, memory, lately)
+    core = AgentCore(
+        options.agent, store, memory, rng, shared_index, recovery=recovery, ledger=ledger
+    )
     if found and host.kept_map is not None:
         core.restore_map(host.local(), *host.kept_map)
     core.keep_map = host.keep_map
@@ -221,6 +237,12 @@ class SimHost:
         )
         self.index = memoryview(b"")
         """What the present process, or the last one, has written for its clients."""
+        self.ledger = memoryview(bytearray(LEDGER_BYTES if options.keeps else 0))
+        """Where it stands what clients hold, for the process that comes after."""
+        self.survivors: dict[int, memoryview] = {}
+        """By number in the ledger, the regions of clients that may outlive the process."""
+        self.clients = 0
+        """How many clients there have been."""
         self.kept_map: tuple[Registered, PoolMap] | None = None
         self.memory_lives = 1
         """How often the memory was lost, or parts of it: what it held before is owed to nobody."""
@@ -251,6 +273,7 @@ class SimHost:
         """No electricity: what lies in memory is anything, and shared files are gone."""
         self.memory[:] = rng.randbytes(1024) * (len(self.memory) // 1024)
         self.index = memoryview(b"")
+        self.ledger = memoryview(bytearray(len(self.ledger)))
         self.kept_map = None
         self.memory_lives += 1
 
@@ -308,6 +331,7 @@ class SimHost:
         self.lives += 1
         rng = self.world.stream(f"agent/{self.number}/{self.lives}")
         process = self.process = SimAgent(self, self._make_core(self, rng), rng)
+        process.restore()
         process.start()
         return process
 
@@ -401,6 +425,10 @@ class SimAgent(Process):
         self.waiting = 0
         """Frames in the socket while the process stands still."""
         self.on_death: list[Callable[[], None]] = []
+        self.in_the_moment: Callable[[], None] | None = None
+        """Kills this process once compiled code has done something, before that is booked."""
+        self.waiting_sessions: dict[int, Session] = {}
+        """By number, those of clients of the process before that have not come back yet."""
         self.bulk = BulkSide(
             host.world,
             self,
@@ -476,6 +504,26 @@ class SimAgent(Process):
         self._control.start(self.now)
         self._act()
         self._recover()
+
+    def restore(self) -> None:
+        """Hold what clients of the process before hold, until they come back, as
+        `LocalServer.restore` does."""
+        core, survivors = self.core, self.host.survivors
+        if core.ledger is None:
+            return
+        rows = rows_left(core.ledger)
+        assert not survivors or (core.recovery is not None and core.recovery.begun)
+        for number, region in survivors.items():
+            session = Session(
+                *(core, lambda _reply: None),
+                number=number,
+                first_handle=self.rng.getrandbits(30) << 32 | 1,
+            )
+            session.restore(rows.pop(number, []), region)
+            self.waiting_sessions[number] = session
+        for nobodys in rows.values():
+            for at, _ in nobodys:
+                core.ledger.strike(at)
 
     def _recover(self) -> None:
         """As `kvcast.hostagent.agent` does: a little at a time."""
@@ -581,6 +629,8 @@ class SimAgent(Process):
         courier = self.courier
         assert courier is not None
         assert self.conveyors is not None
+        if self.in_the_moment is not None and (courier.unbooked or self.pushes.untold):
+            self._die_in_the_moment(courier, self.in_the_moment)
         self.conveyors.act()
         courier.book(self.now)
         self.pushes.book(self.now)
@@ -592,6 +642,22 @@ class SimAgent(Process):
                 0.0,
                 lambda told=told, answer=answer: self.when_running(lambda: told(answer)),  # type: ignore[misc]
             )
+
+    def _die_in_the_moment(self, courier: Courier, kill: Callable[[], None]) -> None:
+        """Compiled code has told clients of what no Python has heard yet."""
+        self.in_the_moment = None
+        world = self.host.world
+        world.counts["kept.died_in_the_moment"] += 1
+        copy = Ledger(memoryview(bytearray(self.host.ledger)))
+        for put in put_lately(copy):
+            world.counts["kept.put_in_the_moment"] += 1
+            self.host.observer.acknowledged(self.host.number, *put.block)
+        answers = courier.take_answers()
+        kill()
+        for number, answer in answers:
+            world.counts["kept.told_in_the_moment"] += 1
+            self.courier_told[number](answer)
+        raise DiedError
 
     def _settled(self) -> None:
         self._end_courier()

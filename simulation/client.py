@@ -9,12 +9,12 @@ middle.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 from kvcast.hostagent.client.local_blocks import Found, LocalBlocks
+from kvcast.hostagent.core.access import ALL_TENANTS
 from kvcast.hostagent.core.sessions import Session
 from kvcast.hostagent.core.writes import ACK_LOCAL
 from kvcast.protocol.messages import local, shared
@@ -54,6 +54,9 @@ PATIENT_S: Final = 3.0
 
 _FINDS_AGAIN: Final = 0.6
 """How often a client that hears that a namespace is not known asks for it by what it stands for."""
+
+_HOLDS_LONG: Final = 0.3
+"""How often a client that may outlive its agent holds what it gets for long."""
 
 _LATE_PINS: Final = 0.1
 """How often a client that lets go of a block pins it once more, too late."""
@@ -97,7 +100,22 @@ class Client:
         self._model = model
         self._owed = owed
         self._before = before
-        self._session = Session(agent.core, self._replied)
+        self.keeps = agent.host.options.keeps
+        """Whether it goes on with the agent that comes after."""
+        self.number = first = 0
+        if self.keeps:
+            agent.host.clients += 1
+            self.number = agent.host.clients
+            first = agent.rng.getrandbits(30) << 32
+        self._lives = 0
+        """How many agents it has come back to."""
+        self._held: set[int] = set()
+        """Handles and tickets that an agent holds for it, as `Conversation` knows them."""
+        self._questions: dict[int, local.Request] = {}
+        """Those without an answer."""
+        self._session = Session(
+            agent.core, self._replied, number=self.number, first_handle=first | 1
+        )
         self._pins = memoryview(bytearray(shared.REGION_BYTES))
         self._session.share(self._pins, self._cut_off)
         self._words = self._pins.cast("Q")
@@ -109,6 +127,7 @@ class Client:
             max_bytes=self._session.max_pinned_bytes,
         )
         self._rng = agent.host.world.stream(f"pins/{agent.host.number}/{agent.host.lives}")
+        self._holds = agent.host.world.stream(f"holds/{agent.host.number}/{agent.host.lives}")
         self._finds = agent.host.world.stream(f"finds/{agent.host.number}/{agent.host.lives}")
         self._waiting: dict[int, Callable[[local.AgentReply], None]] = {}
         self._next = 1
@@ -116,30 +135,87 @@ class Client:
         self._asked_to_put: dict[int, Callable[[list[local.PutBlock | None]], None]] = {}
         self._asked_how_many: dict[int, Callable[[int, bool], None]] = {}
         self._courier: int | None = None
+        self._join_courier()
+        self.closed = False
+        self.outlives = False
+        """Whether it goes on although its agent dies now."""
+        agent.on_death.append(self._died)
+        if self.keeps:
+            agent.host.survivors[self.number] = self._pins
+
+    def _join_courier(self) -> None:
+        agent = self.agent
+        self._courier = None
         if agent.courier is not None:
             self._courier = agent.courier.join(self._session)
             if self._courier is not None:
                 agent.courier_told[self._courier] = self._courier_told
-        self.closed = False
+
+    def resume(self, agent: SimAgent) -> None:
+        """Go on with the agent that has come after; all that has no answer is asked again."""
+        host = self._host
+        host.world.counts["clients_resumed"] += 1
+        host.world.counts["clients_resumed_holding"] += bool(self._held)
+        self.agent = agent
+        self._lives += 1
         agent.on_death.append(self._died)
+        self._session = agent.waiting_sessions.pop(self.number)
+        self._session.resume(self._replied, ALL_TENANTS, self._cut_off, list(self._held))
+        self._join_courier()
+        self._local.resumed()
+        self._model.asked_again(host.number)
+        questions = list(self._questions.items())
+        for _, request in questions:
+            self._session.handle(agent.now, request)
+        agent.pump()
+        asked, self._asked_courier = self._asked_courier, {}
+        for told in asked.values():
+            told(None)
+        put, self._asked_to_put = self._asked_to_put, {}
+        for was_put in put.values():
+            was_put([None])
+
+    @property
+    def asks(self) -> bool:
+        """Whether it waits for an answer."""
+        return bool(self._waiting or self._asked_courier or self._asked_to_put)
 
     def _cut_off(self, reason: str) -> None:
         raise ViolationError(0, f"host {self._host.number} cut an honest client off: {reason}")
 
     def _died(self) -> None:
-        self._model.voided(self._host.number)
+        if self.closed:
+            return
+        if self.outlives:
+            self.outlives = False
+            self._model.orphaned(self._host.number)
+        else:
+            self._model.voided(self._host.number)
+
+    def _whenever(self, action: Callable[[], None]) -> None:
+        """Do what needs no agent, now or when the process runs again; without the agent that it
+        went with, only a client that outlives it does."""
+        if self.agent.dead and self.keeps and not self.closed:
+            action()
+        else:
+            self._host.when_running(self.agent, action)
 
     def _replied(self, reply: local.AgentReply) -> None:
         if not self.agent.dead:
             assert not isinstance(reply, local.Welcome | local.Rejected)
+            self._questions.pop(reply.request, None)
+            self._held.update(_given_by(reply))
             self._waiting.pop(reply.request)(reply)
 
     def _ask(
         self, request: local.Request, number: int, then: Callable[[local.AgentReply], None]
     ) -> None:
         self._waiting[number] = then
-        self._session.handle(self.agent.now, request)
-        self.agent.pump()
+        if self.keeps:
+            self._questions[number] = request
+        if not self.agent.dead:
+            self._session.handle(self.agent.now, request)
+            self.agent.pump()
 
     def _number(self) -> int:
         self._next += 1
@@ -201,6 +277,8 @@ class Client:
             )
             for name in names
         ]
+        if self.keeps and self._holds.random() < _HOLDS_LONG:
+            hold_s = self._holds.uniform(0.3, 3.0)
         gone = self._operator.is_gone(self.agent, namespace)
         keys = [key for _, key in names]
         asked: list[tuple[Name, int]] = []
@@ -308,6 +386,8 @@ class Client:
         for status, tier, _, _, *found in ANSWER.iter_unpack(answer):
             if status == GIVEN:
                 self._host.world.counts["get.by_the_courier"] += 1
+                self._host.world.counts["kept.get_by_the_courier"] += self._lives > 0
+                self._held.add(found[0])
                 blocks.append(local.GotBlock(local.OK, "", TIERS[tier], *found))
             else:
                 blocks.append(_HANDED_OVER)
@@ -353,8 +433,12 @@ class Client:
                 raise ViolationError(
                     1, f"bytes that host {host.number} holds of {name[1].hex()} have changed"
                 )
-            if found is None and block.handle >= FIRST_HANDLE:
-                assert self._courier is not None
+            if found is None:
+                self._held.discard(block.handle)
+                if self.agent.dead:
+                    world.counts["kept.released_without_an_agent"] += 1
+                    return  # the one that comes after hears of it by what is still held
+            if found is None and block.handle >= FIRST_HANDLE and self._courier is not None:
                 release = QUESTION.pack(RELEASE, 0, 0, block.handle, bytes(KEY_BYTES), 0)
                 self.agent.ask_courier(self._courier, release)
                 return
@@ -367,7 +451,7 @@ class Client:
             if self._rng.random() < _LATE_PINS:
                 self._pin_late(cell)
 
-        world.after(hold_s, lambda: host.when_running(self.agent, look_again))
+        world.after(hold_s, lambda: self._whenever(look_again))
 
     def _pin_late(self, cell: int) -> None:
         """Write a pin of what was found a while ago, look (it is gone, or may be: a client would
@@ -462,6 +546,7 @@ class Client:
                 assert isinstance(reply, local.Committed)
                 blocks = reply.blocks
             for room, result in zip(rooms, blocks, strict=True):
+                self._held.discard(room.ticket)
                 model.ends(tokens[room.ticket])
                 world.counts[f"put.{result.status}"] += 1
                 ok = result.status == local.OK
@@ -474,6 +559,7 @@ class Client:
                     then(result.status)
 
         def is_home(room: _Room) -> bool:
+            core = self.agent.core
             return core.pool is not None and core.pool.is_home(BlockId(*room.name))
 
         def by_a_message(rooms: list[_Room]) -> None:
@@ -481,9 +567,17 @@ class Client:
                 if is_home(room):
                     # What follows makes this host one of those that have the block.
                     model.acknowledged(host.number, host.memory_lives, room.name)
-            number = self._number()
-            commit = local.Commit(number, [room.ticket for room in rooms], ack)
-            self._ask(commit, number, functools.partial(ended, rooms))
+            number, life = self._number(), self._lives
+            tickets = [room.ticket for room in rooms]
+
+            def committed(reply: local.AgentReply) -> None:
+                ended(rooms, reply)
+                if self.keeps and (self._lives != life or isinstance(reply, local.Failed)):
+                    # They were named to an agent that came after, perhaps as not put yet.
+                    abort = self._number()
+                    self._ask(local.Abort(abort, tickets), abort, _ignore)
+
+            self._ask(local.Commit(number, tickets, ack), number, committed)
 
         namespace, key = rooms[0].name
         meaning = self._local.meaning(namespace)
@@ -530,6 +624,7 @@ class Client:
                 raise ViolationError(2, f"host {self._host.number}: answers of two puts are one")
             put.append(local.PutBlock(local.OK, copies, digest))
         counts = self._host.world.counts
+        counts["kept.put_by_the_courier"] += (len(put) - put.count(None)) * (self._lives > 0)
         counts["put.by_the_courier"] += len(put) - put.count(None)
         counts["put.together_by_the_courier"] += (len(put) - put.count(None)) * (len(put) > 1)
         then(put)
@@ -604,6 +699,7 @@ class Client:
     def close(self) -> None:
         """Disconnect, and leave whatever is held to the agent."""
         self.closed = True
+        self._host.survivors.pop(self.number, None)
         if self._courier is not None:
             assert self.agent.courier is not None
             self.agent.courier.leave(self._courier)
@@ -613,6 +709,15 @@ class Client:
 
 def _as_got(found: Found) -> local.GotBlock:
     return local.GotBlock(local.OK, "", "local", 0, found.offset, found.size_bytes, found.digest)
+
+
+def _given_by(reply: local.AgentReply) -> list[int]:
+    """Handles and tickets that an answer gives."""
+    if isinstance(reply, local.Got):
+        return [got.handle for got in reply.blocks if got.status == local.OK]
+    if isinstance(reply, local.Allocated):
+        return [extent.ticket for extent in reply.extents if extent.status == local.OK]
+    return []
 
 
 def _ignore(_reply: local.AgentReply) -> None:

@@ -22,7 +22,9 @@ from kvcast.controller.core.replicas import ReplicaOptions
 from kvcast.controller.core.tiers import AdmitMode
 from kvcast.hostagent.core.agent import AgentOptions
 from kvcast.hostagent.core.reads import ReadOptions
+from kvcast.hostagent.core.sessions import rows_left
 from kvcast.hostagent.core.writes import WriteOptions
+from kvcast.hostagent.tiers.ledger import Ledger
 from kvcast.protocol.messages.control import NamespaceInfo, PoolMap
 from kvcast.protocol.messages.ethernet import parse_ip
 from kvcast.protocol.messages.wire import BlockId, bucket_of, chunking_for
@@ -164,6 +166,7 @@ class Cluster:
                 mtu_bytes=host_plan.mtu_bytes,
                 link_bits_per_s=LINK_BITS_PER_S if plan.replicates else 0,
                 shares_by_rdma=plan.zones,
+                keeps="kept" in plan.features,
             )
             link = LinkOptions(mtu_bytes=host_plan.mtu_bytes)
             host = SimHost(self.world, options, self, self, product.make_core)
@@ -400,21 +403,38 @@ class Cluster:
         """Hosts with an agent."""
         return [host for host in self.hosts.values() if host.process is not None]
 
-    def crash_host(self, number: int, *, machine: bool) -> None:
+    def crash_host(self, number: int, *, machine: bool, clients_outlive: bool = False) -> None:
         """The agent's process is killed, or the machine dies, and its clients' connections with
-        it."""
+        it, unless they may outlive it."""
         self._held.pop(number, None)
-        client = self._clients.pop(number, None)
-        if client is not None:
+        host, client = self.hosts[number], self._clients.get(number)
+        if client is not None and clients_outlive and client.keeps and host.kept_map is not None:
+            client.outlives = True
+        elif client is not None:
+            del self._clients[number]
+            self.model.voided(number)
             client.closed = True  # nobody is left to tidy up after it
-        self.hosts[number].crash(machine=machine)
+            host.survivors.pop(client.number, None)
+        host.crash(machine=machine)
+
+    def is_asked(self, number: int) -> bool:
+        """Whether the host's client waits for an answer."""
+        client = self._clients.get(number)
+        return client is not None and client.asks
 
     def start_host(self, number: int) -> None:
         """Start the agent, and a client beside it."""
         host = self.hosts[number]
         if host.process is None:
             process = host.start()
-            self._clients[number] = self._new_client(process)
+            client = self._clients.get(number)
+            if client is None:
+                self._clients[number] = self._new_client(process)
+            else:
+                wait_s = process.rng.choice((0.0, 0.005, process.rng.uniform(0.0, 0.5)))
+                self.world.after(
+                    wait_s, lambda: host.when_running(process, lambda: client.resume(process))
+                )
             if self._limits:
                 self._held[number] = Held(process)
 
@@ -427,7 +447,7 @@ class Cluster:
         if client is None or client.closed:
             return False
         self.hosts[number].when_running(client.agent, lambda: client.put((namespace, key), content))
-        return True
+        return not client.agent.dead
 
     def foreign_block(self, number: int) -> BlockId:
         """A block of nobody's, for whoever only wants its room."""
@@ -755,6 +775,8 @@ class Cluster:
             if host.process.cold is not None and host.process.cold.under_way:
                 raise ViolationError(0, f"agent {host.number}: errands to the object store wait")
             where = f"agent {host.number} at rest:"
+            if core.ledger is not None and (left := rows_left(Ledger(host.ledger))):
+                raise ViolationError(0, f"{where} the ledger has {left}")
             pinned = [c for c in core.store._by_offset.values() if c.pins or c.state == 0]
             for what, there in (
                 ("copies pinned or reserved", pinned),

@@ -228,6 +228,14 @@ class _Total:
             "conveyors": {k[9:]: n for k, n in counts.items() if k.startswith("conveyor.")},
             "misses": {k[5:]: n for k, n in sorted(counts.items()) if k.startswith("miss.")},
             "puts": {k[4:]: n for k, n in sorted(counts.items()) if k.startswith("put.")},
+            "clients_that_outlived_their_agent": {
+                name: counts[name]
+                for name in ("clients_resumed", "clients_resumed_holding", "agents_upgraded")
+            }
+            | {k[5:]: n for k, n in sorted(counts.items()) if k.startswith("kept.")},
+            "namespaces": {
+                name: counts[name] for name in ("namespaces_deleted", "namespaces_found_again")
+            },
             "blocks_held_by_no_home_of_today": counts["strays"],
             "machine": provenance.machine(),
             "commit": provenance.commit(),

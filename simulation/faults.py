@@ -110,10 +110,59 @@ def _two_hosts(rng: random.Random, hosts: int) -> tuple[tuple[int, ...], float, 
 
 
 DAMAGED: Final = 0.25
+IN_THE_MOMENT: Final = 0.6
+"""Of agents that are killed, by the fault's amount: those up to this die when compiled code has
+just told somebody of something."""
+REST_S: Final = 0.5
+"""How long an agent that gives way waits for what it was asked."""
 TORN: Final = 0.45
 """Of agents that crash, by the fault's amount: those up to the first find their memory damaged,
 those up to the second an index at which the process before has died, and all others what that
 process had."""
+
+
+def _kill_agent(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    """An agent is killed; what it kept is whole."""
+    process = _process_of(cluster, fault)
+    if process is None:
+        return None
+    number = process.host.number
+
+    def kill() -> None:
+        cluster.crash_host(number, machine=False, clients_outlive=True)
+
+    if fault.amount < IN_THE_MOMENT and process.core.ledger is not None:
+        process.in_the_moment = kill
+    else:
+        kill()
+
+    def end() -> None:
+        process.in_the_moment = None
+        cluster.start_host(number)
+
+    return end
+
+
+def _upgrade_agent(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    """An agent gives way to another: it ends what was begun, for a while, and then itself."""
+    process = _process_of(cluster, fault)
+    if process is None:
+        return None
+    number = process.host.number
+    until = cluster.world.now + REST_S
+
+    def rest() -> None:
+        if process.dead:
+            return
+        if cluster.is_asked(number) and cluster.world.now < until:
+            cluster.world.after(0.002, rest)
+            return
+        cluster.world.counts["agents_upgraded"] += 1
+        cluster.crash_host(number, machine=False, clients_outlive=True)
+        cluster.start_host(number)
+
+    rest()
+    return _nothing
 
 
 def _crash_agent(memory_lost: bool, comes_back: bool = True) -> Begin:
@@ -123,7 +172,8 @@ def _crash_agent(memory_lost: bool, comes_back: bool = True) -> Begin:
             return None
         if not comes_back and len(cluster.running()) <= 2:
             return None  # a pool of one host has nobody to read from
-        cluster.crash_host(host.number, machine=memory_lost)
+        whole = not memory_lost and fault.amount >= TORN
+        cluster.crash_host(host.number, machine=memory_lost, clients_outlive=whole)
         rng = cluster.world.stream(f"fault/{fault.number}")
         if memory_lost:
             host.lose_memory(rng)
@@ -386,7 +436,7 @@ def _swap_disk(change: Callable[[SimDisk, random.Random], None]) -> Begin:
         host = cluster.hosts.get(fault.hosts[0])
         if host is None or host.process is None or host.disk is None:
             return None
-        cluster.crash_host(host.number, machine=False)
+        cluster.crash_host(host.number, machine=False, clients_outlive=True)
         change(host.disk, cluster.world.stream(f"fault/{fault.number}"))
         return lambda: cluster.start_host(host.number)
 
@@ -423,7 +473,7 @@ def _restore_disk(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
 
     def end() -> None:
         if host.process is not None and host.disk is not None:
-            cluster.crash_host(host.number, machine=False)
+            cluster.crash_host(host.number, machine=False, clients_outlive=True)
             host.disk.restore(picture)
             cluster.start_host(host.number)
 
@@ -500,7 +550,7 @@ def _set_clock(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
     host.clock_set_s += rng.choice((-1e8, -500.0, -3.0, 3.0, 500.0, 1e8))
     if host.process is None or fault.amount < 0.5:
         return _nothing
-    cluster.crash_host(host.number, machine=False)
+    cluster.crash_host(host.number, machine=False, clients_outlive=True)
     return lambda: cluster.start_host(host.number)
 
 
@@ -585,6 +635,8 @@ FAULTS: Final[dict[str, FaultKind]] = {
     "agent_crash": FaultKind(_one_host(0.0, 3.0), _crash_agent(memory_lost=False)),
     "host_crash": FaultKind(_one_host(0.5, 4.0), _crash_agent(memory_lost=True)),
     "host_gone": FaultKind(_one_host(0.1, 0.2), _crash_agent(memory_lost=True, comes_back=False)),
+    "agent_killed": FaultKind(_one_host(0.05, 2.0), _kill_agent),
+    "agent_upgraded": FaultKind(_one_host(0.6, 0.7), _upgrade_agent),
     "agent_stall": FaultKind(_one_host(0.05, 2.5), _stall_agent),
     "arena_full": FaultKind(_one_host(0.2, 3.0), _fill_arena),
     "cold_errors": FaultKind(_nobody(0.5, 3.0), _on_objects(errors=0.5)),

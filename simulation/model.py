@@ -179,6 +179,8 @@ class Request:
     due: float
     started_at: float
     alone: bool
+    waited_s: float = 0.0
+    """How long it may take from when it is asked again; 0: it is not to be."""
     held: frozenset[tuple[int, int]] = frozenset()
 
 
@@ -356,7 +358,8 @@ class Model:
         as (host, copy); `alone`: it does not wait for other blocks too."""
         number = self._next
         self._next += 1
-        request = Request(number, host, name, what, due + GRACE_S, self._world.now, alone, held)
+        now = self._world.now
+        request = Request(number, host, name, what, due + GRACE_S, now, alone, held=held)
         self._requests[number] = request
         heapq.heappush(self._due, (request.due, number))
         return number
@@ -365,6 +368,21 @@ class Model:
         """A host's agent died, and its clients' requests with it."""
         for number in [n for n, r in self._requests.items() if r.host == host]:
             del self._requests[number]
+
+    def orphaned(self, host: int) -> None:
+        """A host's agent died, and a client that outlives it waits for the next."""
+        for request in self._requests.values():
+            if request.host == host and not request.waited_s:
+                request.waited_s = request.due - request.started_at
+                request.due = float("inf")
+
+    def asked_again(self, host: int) -> None:
+        """It is back, and asks for all that it has no answer to."""
+        for request in self._requests.values():
+            if request.host == host and request.waited_s:
+                request.due = self._world.now + request.waited_s
+                request.waited_s = 0.0
+                heapq.heappush(self._due, (request.due, request.number))
 
     def postponed(self, host: int, seconds: float) -> None:
         """A host's agent stood still for so long."""

@@ -48,9 +48,9 @@ PARTS: Final = {
 LATER: Final = list(PARTS)[-1]
 """A namespace that an operator makes in the middle of a run, for every host."""
 
-FEATURES: Final = ("operator",)
-"""What a run may have beside all else, each in one of `ONE_IN`: an operator who makes, changes and
-deletes namespaces."""
+FEATURES: Final = ("kept", "operator")
+"""What a run may have beside all else, each in one of `ONE_IN`: clients that outlive their agents,
+and an operator who makes, changes and deletes namespaces."""
 ONE_IN: Final = 6
 
 
@@ -137,11 +137,13 @@ _SCALE: Final = frozenset({"node_drained"})
 """What an operator does to a pool that is well; no fault, but it comes among faults."""
 _WEIGHTS: Final = frozenset({"tenants_blast"})
 """Tenants that take all they can get."""
+_DEATHS: Final = frozenset({"agent_killed", "agent_upgraded"})
+"""Agents that end, and are outlived by their clients."""
 _OPERATOR: Final = frozenset({"namespace_made", "namespace_set", "namespace_deleted"})
 """What an operator does to namespaces; no faults, either."""
 _APART: Final = (
     _BULK | _RDMA | _SHARED_WRITES | _SCALE | _DISK | _MORE_DISK | _COLD | _KEPT | _CLOCK | _WEIGHTS
-) | _OPERATOR
+) | (_OPERATOR | _DEATHS)
 """Drawn apart, each where it can show; so plans in which it cannot stay as they are."""
 MILD: Final = frozenset({"loss", "duplication", "reordering", "corruption", *_SCALE, *_OPERATOR})
 """Faults that, in their smallest amount, no patient get may fail for."""
@@ -393,6 +395,12 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
             faults = []  # so that shares can be judged
         faults += _drawn_apart(
             *(seed, "blast", planned, fault_kinds, _WEIGHTS, len(faults)), counts=(1,), times=(1,)
+        )
+    if "kept" in features:
+        faults += _drawn_apart(
+            *(seed, "kept", planned, fault_kinds, _DEATHS, len(faults)),
+            counts=(1, 2, 2),
+            times=(2, 3, 4),
         )
     if "operator" in features:
         faults += _drawn_apart(

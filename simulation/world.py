@@ -29,6 +29,10 @@ class RestlessError(Exception):
     """Time stands still, because something happens without end."""
 
 
+class DiedError(Exception):
+    """A process has died in the middle of what it did: what is behind that is not done."""
+
+
 class World:
     """Time in seconds since the beginning."""
 
@@ -70,7 +74,10 @@ class World:
             if self.steps >= last_step:
                 raise RestlessError(f"not at rest after {max_steps} events, at {now} s")
             self.steps += 1
-            action()
+            try:
+                action()
+            except DiedError:
+                pass
         if until < math.inf:
             self.now = max(self.now, until)
 

@@ -22,13 +22,13 @@ from collections.abc import Callable
 import msgspec
 from kvcast.hostagent.core.access import ALL_TENANTS, Tenants
 from kvcast.hostagent.core.agent import AgentCore, MissingSecretError
-from kvcast.hostagent.core.courier import Rooms
+from kvcast.hostagent.core.courier import Rooms, given_lately
 from kvcast.hostagent.core.reads import GetBatch
 from kvcast.hostagent.core.shared_index import Region
 from kvcast.hostagent.core.store import RESERVED, Copy, QuotaError, StoreError
 from kvcast.hostagent.core.writes import PutBatch
 from kvcast.hostagent.tiers import ledger as ledgers
-from kvcast.hostagent.tiers.ledger import NO_ROW, Row
+from kvcast.hostagent.tiers.ledger import NO_ROW, Ledger, Row
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.control import (
     GroupInfo,
@@ -759,11 +759,13 @@ class Session:
         self._strike(ticket)
 
     def _abort(self, request: local.Abort) -> None:
-        copies = self._take_tickets(request.tickets)
+        # Of those that a client named to a former agent, that one may have put some.
+        tickets = [ticket for ticket in request.tickets if ticket in self._tickets]
+        copies = self._take_tickets(tickets) if tickets else None
         if copies is None:
             self._fail(request.request, local.INVALID, "unknown ticket")
             return
-        for ticket, copy in zip(request.tickets, copies, strict=True):
+        for ticket, copy in zip(tickets, copies, strict=True):
             if copy.state == RESERVED:
                 self._core.store.abort(copy)
             else:
@@ -888,6 +890,19 @@ class Session:
                 homes,
             )
         )
+
+
+def rows_left(ledger: Ledger) -> dict[int, list[tuple[int, Row]]]:
+    """What clients hold of a former agent, by session: rows with their places, those included that
+    its compiled code had given and that it did not live to write down."""
+    rows: dict[int, list[tuple[int, Row]]] = {}
+    for at, row in ledger.found():
+        rows.setdefault(row.session, []).append((at, row))
+    for row in given_lately(ledger):
+        of_one = rows.setdefault(row.session, [])
+        if row.number not in [known.number for _, known in of_one]:
+            of_one.append((ledger.write(row), row))
+    return rows
 
 
 def _parts_of(info: NamespaceInfo) -> tuple[str, str, str, str]:

@@ -32,14 +32,13 @@ from kvcast.hostagent.core.access import (
     tenants_of,
 )
 from kvcast.hostagent.core.agent import AgentCore
-from kvcast.hostagent.core.courier import Holder, given_lately
-from kvcast.hostagent.core.sessions import Session
+from kvcast.hostagent.core.courier import Holder
+from kvcast.hostagent.core.sessions import Session, rows_left
 from kvcast.hostagent.network.courier import CourierDriver
 from kvcast.hostagent.network.peer_credentials import peer_of
 from kvcast.hostagent.network.survivors import NOBODY, Keeper, Survivor
 from kvcast.hostagent.tiers.arena import ArenaFile
 from kvcast.hostagent.tiers.kept import KeptFile
-from kvcast.hostagent.tiers.ledger import Row
 from kvcast.hostagent.tiers.pin_region import PinRegion
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.framing import FramingError, MessageCodec
@@ -116,13 +115,7 @@ class LocalServer:
         map, and nothing has been stored yet."""
         ledger = self._core.ledger
         assert ledger is not None
-        rows: dict[int, list[tuple[int, Row]]] = {}
-        for at, row in ledger.found():
-            rows.setdefault(row.session, []).append((at, row))
-        for row in given_lately(ledger):
-            of_one = rows.setdefault(row.session, [])
-            if row.number not in [known.number for _, known in of_one]:
-                of_one.append((ledger.write(row), row))
+        rows = rows_left(ledger)
         last = 0
         for survivor in survivors:
             last = max(last, survivor.number)

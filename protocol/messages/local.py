@@ -171,7 +171,7 @@ class Put(Struct, frozen=True, tag="put"):
 
 
 class Abort(Struct, frozen=True, tag="abort"):
-    """Give these tickets' bytes back."""
+    """Give these tickets' bytes back; those that are not there any more are passed over."""
 
     request: U64
     tickets: Handles

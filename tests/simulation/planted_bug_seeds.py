@@ -92,4 +92,6 @@ SEEDS: dict[str, Known] = {
     "a namespace that is made again is the one that was deleted": Known(2, 2, 5),
     "agents keep what is deleted": Known(1, 1, 2),
     "what exceeds a quota that becomes smaller stays": Known(9, 8, 9),
+    "what clients hold of a former agent is anybody's room": Known(1, 1, 1),
+    "what clients have given back stays in the ledger": Known(1, 1, 2),
 }

@@ -32,6 +32,7 @@ from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.reads import GetBatch, Reads
 from kvcast.hostagent.core.recovery import Recovery
 from kvcast.hostagent.core.serving import Serving
+from kvcast.hostagent.core.sessions import Session
 from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.ssd import SsdTier
 from kvcast.hostagent.core.store import COMMITTED, Copy, Store
@@ -1018,3 +1019,30 @@ def _excess_kept() -> Any:
             original(self, namespace, state)
 
     return mock.patch.object(Store, "_apply", apply)
+
+
+# --- clients that outlive their agent -----------------------------------------------------------
+
+KILLED = ["agent_killed"]
+
+
+@bug(
+    "what clients hold of a former agent is anybody's room",
+    *(0, 1),
+    faults=[*KILLED, "agent_upgraded"],
+    features=["kept"],
+)
+def _survivors_hold_nothing() -> Any:
+    original = Session.restore
+
+    def restore(self: Any, rows: Any, region: Any) -> None:
+        for at, _ in rows:
+            self._core.ledger.strike(at)
+        original(self, [], region)
+
+    return mock.patch.object(Session, "restore", restore)
+
+
+@bug("what clients have given back stays in the ledger", 0, 1, features=["kept"])
+def _rows_stay() -> Any:
+    return mock.patch.object(Session, "_strike", return_value=None)

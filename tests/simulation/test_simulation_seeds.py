@@ -118,6 +118,15 @@ def test_an_operator_makes_changes_and_deletes_namespaces(product: Product) -> N
     assert outcome.counts["namespaces_found_again"]
 
 
+def test_clients_outlive_their_agents_and_go_on_by_compiled_code(product: Product) -> None:
+    counts = run_seed(1300008, product, Mask(features=frozenset({"kept"}))).counts
+    for what in (
+        *("clients_resumed", "clients_resumed_holding", "kept.get_by_the_courier"),
+        *("kept.released_without_an_agent", "kept.died_in_the_moment", "kept.told_in_the_moment"),
+    ):
+        assert counts[what], what
+
+
 def test_what_a_mask_leaves_out_moves_nothing_else() -> None:
     seed = next(s for s in range(1, 50) if len(plan_of(s, Mask()).faults) > 2)
     whole = plan_of(seed, Mask())

@@ -1344,6 +1344,23 @@ def test_room_that_was_given_ahead_is_for_a_put_of_its_namespace_alone() -> None
     node.core.store.check()
 
 
+def test_rooms_are_given_back_beside_one_that_an_agent_before_has_put() -> None:
+    """A client whose agent died in the middle of a put names all its rooms to the next."""
+    node = pool_of([1])[0]
+    session, replies = session_of(node)
+    session.handle(node.now, local.Alloc(1, 1, [key(1), key(2)], [100, 100]))
+    allocated = replies.pop()
+    assert isinstance(allocated, local.Allocated)
+    tickets = [extent.ticket for extent in allocated.extents]
+    session.handle(node.now, local.Commit(2, tickets[:1], "local"))
+    free = node.core.store.used_bytes
+    session.handle(node.now, local.Abort(3, tickets))
+    assert replies.pop() == local.Ack(3, 1)
+    assert node.core.store.used_bytes < free
+    session.handle(node.now, local.Abort(4, tickets))
+    assert isinstance(replies.pop(), local.Failed)
+
+
 def test_rooms_given_ahead_are_few() -> None:
     node = ahead_node()
     most = node.core.store.allocator.capacity_bytes // AHEAD_OF_ARENA
