@@ -26,6 +26,7 @@ from kvcast.hostagent.core.recovery import Recovery
 from kvcast.hostagent.core.serving import Serving
 from kvcast.hostagent.core.sessions import Session, rows_left
 from kvcast.hostagent.core.shared_index import SharedIndex
+from kvcast.hostagent.core.ssd import ARENA
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.network.lander import hashing
 from kvcast.hostagent.tiers.arena import Allocator
@@ -255,6 +256,8 @@ class SimHost:
         """By how much somebody has set its wall clock."""
         self.uplink: Link | None = None
         self.disk: SimDisk | None = None
+        self.arena: SimDisk | None = None
+        """A further one, which outlives machines, too."""
         self.objects: SimObjects | None = None
         """The object store below all hosts; None = there is none."""
         self.fabric: Fabric | None = None
@@ -460,6 +463,15 @@ class SimAgent(Process):
             self.disk = DiskSide(
                 host.world, self, core, host.disk, host.options.node_id, rng, self.pump
             )
+        self.arena: DiskSide | None = None
+        """The further one."""
+        if host.arena is not None:
+            self.arena = DiskSide(
+                *(host.world, self, core, host.arena, f"{host.options.node_id}, arena"),
+                host.world.stream(f"arena/{host.number}/{host.lives}"),
+                self.pump,
+                kind=ARENA,
+            )
         self.cold: ColdSide | None = None
         if host.objects is not None:
             self.cold = ColdSide(host.world, self, core, host.objects, rng, self.pump)
@@ -497,13 +509,28 @@ class SimAgent(Process):
         self._driver: StreamDriver | None = None
 
     def start(self) -> None:
-        if self.disk is not None:
-            self.disk.start()
+        self._start_tiers()
         if self.cold is not None:
             self.cold.start()
         self._control.start(self.now)
         self._act()
         self._recover()
+
+    def _start_tiers(self) -> None:
+        """As `SsdOfAgent` does."""
+        store, memory = self.core.store, self.core.memory
+        sides = [side for side in (self.arena, self.disk) if side is not None]
+        tiers = []
+        for side in sides:
+            tier = side.open(store, memory)
+            if tier is not None:
+                tiers.append(tier)
+                if side is self.arena:
+                    store, memory = tier.shelf, side.memory
+        if tiers:
+            self.core.use_tiers(tiers)
+        for side in sides:
+            side.scan()
 
     def restore(self) -> None:
         """Hold what clients of the process before hold, until they come back, as
@@ -546,8 +573,9 @@ class SimAgent(Process):
             self.rdma.die(machine=machine)
         if self.zones is not None:
             self.zones.die()
-        if self.disk is not None:
-            self.disk.die(machine=machine)
+        for side in (self.arena, self.disk):
+            if side is not None:
+                side.die(machine=machine)
         if self._driver is not None:
             self._driver.end.stream.reset(by=0, machine=machine)
 

@@ -184,6 +184,9 @@ class Cluster:
             self.hosts[number] = host
             if number in plan.disks:
                 host.disk = SimDisk(self.world.stream(f"disk/{number}"), f"disk of {number}")
+            arenas = self.world.stream(f"arena/{number}")
+            if "arenas" in plan.features and arenas.random() < 0.8:
+                host.arena = SimDisk(arenas, f"arena of {number}")
             host.objects = self.objects
             if number in plan.cards:
                 host.fabric = fabric
@@ -208,7 +211,7 @@ class Cluster:
         self._limits = any(
             said.quota_bytes or said.ttl_s or said.policy == "value"
             for said in plan.settings.values()
-        ) or bool(plan.disks or plan.cold or self.operator.acts)
+        ) or bool(plan.disks or plan.cold or plan.features & {"operator", "arenas"})
         """Whether there is something in the settings that what hosts hold is judged by."""
         self._latecomers = {n for n in range(1, count + 1) if n > count - plan.latecomers}
 
@@ -770,8 +773,9 @@ class Cluster:
                 raise ViolationError(0, f"agent {host.number}: a policy chose what could not go")
             if host.process.zones is not None:
                 host.process.zones.check()
-            if host.process.disk is not None:
-                host.process.disk.check()
+            for side in (host.process.arena, host.process.disk):
+                if side is not None:
+                    side.check()
             if host.process.cold is not None and host.process.cold.under_way:
                 raise ViolationError(0, f"agent {host.number}: errands to the object store wait")
             where = f"agent {host.number} at rest:"

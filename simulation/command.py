@@ -233,6 +233,9 @@ class _Total:
                 for name in ("clients_resumed", "clients_resumed_holding", "agents_upgraded")
             }
             | {k[5:]: n for k, n in sorted(counts.items()) if k.startswith("kept.")},
+            "further_arenas": {
+                k[6:]: n for k, n in sorted(counts.items()) if k.startswith("arena.")
+            },
             "namespaces": {
                 name: counts[name] for name in ("namespaces_deleted", "namespaces_found_again")
             },

@@ -65,6 +65,10 @@ class SimDisk:
         self._seen[offset : offset + len(data)] = data
         self._unsafe.append((offset, bytes(data)))
 
+    def map(self, offset: int, size_bytes: int) -> memoryview:
+        """A part of it as memory, for as long as it is not made longer or another's."""
+        return memoryview(self._seen)[offset : offset + size_bytes]
+
     def flush(self) -> None:
         if self.lies:
             return

@@ -13,8 +13,9 @@ from dataclasses import replace
 from typing import Final
 
 from kvcast.hostagent.core.agent import AgentCore
-from kvcast.hostagent.core.ssd import SsdRules, SsdTier
-from kvcast.hostagent.tiers.ssd.layout import SsdError, cut_of, open_formatted, scan
+from kvcast.hostagent.core.ssd import ARENA, SSD, SsdRules, SsdTier
+from kvcast.hostagent.core.store import Store
+from kvcast.hostagent.tiers.ssd.layout import Formatted, SsdError, cut_of, open_formatted, scan
 from kvcast.hostagent.tiers.ssd.orders import Kind, Order
 from kvcast.simulation.disk import SimDisk
 from kvcast.simulation.tier_side import Owner, TierSide
@@ -30,6 +31,7 @@ SIZES: Final = (4, 12)
 """Slabs that a disk has."""
 CLUSTER: Final = "cluster"
 _RULES: Final = SsdRules(max_reads=4, max_reads_waiting=32, patience_s=0.3)
+_NAMES: Final = {SSD: "disk", ARENA: "arena"}
 _PAUSE_S: Final = 0.02
 """Between two pieces of the table that are handed over."""
 
@@ -52,14 +54,19 @@ class DiskSide(TierSide[Order]):
         node_id: str,
         rng: random.Random,
         pump: Callable[[], None],
+        *,
+        kind: str = SSD,
     ) -> None:
+        """`kind`: ARENA for a further arena."""
         super().__init__(world, owner, core, rng, pump)
         self._disk = disk
         self._node_id = node_id
+        self._kind = kind
+        self._formatted: Formatted | None = None
         self.tier: SsdTier | None = None
 
-    def start(self) -> None:
-        """Open the disk, and hand over what lies there, a little at a time."""
+    def open(self, store: Store, memory: memoryview) -> SsdTier | None:
+        """Open the disk, for what leaves a store in this memory; None where that cannot be."""
         rng, now = self._rng, self._owner.now
         size = (random.Random(self._node_id).choice(SIZES) + 1) * SLAB_BYTES
         cut = cut_of(owner_of(self._node_id), size, UNIT_BYTES, SLAB_BYTES)
@@ -67,30 +74,43 @@ class DiskSide(TierSide[Order]):
             formatted = open_formatted(self._disk, cut, rng.getrandbits(63) | 1)
         except (SsdError, OSError):
             self._world.counts["disk.refused"] += 1
-            return
+            return None
         # Its clock may have been set meanwhile.
         self.clock_error_s = rng.choice((0.0, 0.0, 0.0, -500.0, 3.0, 500.0))
         high = rng.choice(HIGH_SHARES)
         rules = replace(_RULES, high_share=high, low_share=0.7 * high)
         if self._world.stream(f"marks/{self._node_id}").random() < _BY_LOAD:
             rules = _RULES
+        self._formatted = formatted
         tier = self.tier = SsdTier(
-            rules, self._core.store, self._core.memory, [formatted], self.epoch_s
+            *(rules, store, memory, [formatted], self.epoch_s, self._kind, self._kind)
         )
         tier.advance(now)
         tier.wake = self.wake
-        self._core.use_tiers([tier])
-        if formatted.found:
-            when = self._world.now
-            for piece in scan(self._disk, formatted):
-                when += _PAUSE_S
-                self._world.at(
-                    when,
-                    lambda piece=piece: self._owner.when_running(  # type: ignore[misc]
-                        lambda: tier.found(0, piece)
-                    ),
-                )
-            self._world.at(when + _PAUSE_S, lambda: self._owner.when_running(tier.scanned))
+        return tier
+
+    @property
+    def memory(self) -> memoryview:
+        """The blocks of a further arena."""
+        assert self._formatted is not None
+        cut = self._formatted.cut
+        return self._disk.map(cut.blocks_offset, cut.slabs * cut.slab_bytes)
+
+    def scan(self) -> None:
+        """Hand over what lies there, a little at a time; the core knows the tier."""
+        tier, formatted = self.tier, self._formatted
+        if tier is None or formatted is None or not formatted.found:
+            return
+        when = self._world.now
+        for piece in scan(self._disk, formatted):
+            when += _PAUSE_S
+            self._world.at(
+                when,
+                lambda piece=piece: self._owner.when_running(  # type: ignore[misc]
+                    lambda: tier.found(0, piece)
+                ),
+            )
+        self._world.at(when + _PAUSE_S, lambda: self._owner.when_running(tier.scanned))
 
     def die(self, *, machine: bool) -> None:
         """The process is gone, in the middle of what it was writing; or the machine is."""
@@ -120,7 +140,7 @@ class DiskSide(TierSide[Order]):
 
     def _do(self, order: Order) -> None:
         error, digest = self._disk.do(order)
-        self._world.counts[f"disk.{order.kind.value}"] += 1
+        self._world.counts[f"{_NAMES[self._kind]}.{order.kind.value}"] += 1
         if error:
             self._world.counts["disk.errors"] += 1
         now = self._owner.now

@@ -429,6 +429,41 @@ def _lose_objects(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
     return _nothing
 
 
+def _on_arena(**wrong: float) -> Begin:
+    """Something is wrong with a host's further arena (`SimDisk`)."""
+
+    def begin(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+        host = cluster.hosts.get(fault.hosts[0])
+        if host is None or host.arena is None:
+            return None
+        arena = host.arena
+        for name, value in wrong.items():
+            setattr(arena, name, value)
+
+        def end() -> None:
+            for name in wrong:
+                setattr(arena, name, 0.0)
+
+        return end
+
+    return begin
+
+
+def _swap_arena(change: Callable[[SimDisk, random.Random], None]) -> Begin:
+    """An agent dies, and before the next one starts, somebody does something to its further
+    arena."""
+
+    def begin(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+        host = cluster.hosts.get(fault.hosts[0])
+        if host is None or host.process is None or host.arena is None:
+            return None
+        cluster.crash_host(host.number, machine=False, clients_outlive=True)
+        change(host.arena, cluster.world.stream(f"fault/{fault.number}"))
+        return lambda: cluster.start_host(host.number)
+
+    return begin
+
+
 def _swap_disk(change: Callable[[SimDisk, random.Random], None]) -> Begin:
     """An agent dies, and before the next one starts, somebody does something to its disk."""
 
@@ -672,6 +707,14 @@ FAULTS: Final[dict[str, FaultKind]] = {
     "disk_slow": FaultKind(_one_host(0.5, 3.0), _on_disk(slow_s=2.0)),
     "disk_stale": FaultKind(_one_host(0.0, 2.0), _swap_disk(_make_stale)),
     "disk_truncated": FaultKind(_one_host(0.0, 2.0), _swap_disk(_truncate)),
+    "arena_damaged": FaultKind(
+        _one_host(0.0, 2.0), _swap_arena(lambda arena, rng: arena.damage(rng.randrange(1, 2000)))
+    ),
+    "arena_flips": FaultKind(_one_host(0.5, 3.0), _on_arena(wrong_reads=0.5)),
+    "arena_lost": FaultKind(
+        _one_host(0.0, 2.0), _swap_arena(lambda arena, _rng: arena.restore(b""))
+    ),
+    "arena_slow": FaultKind(_one_host(0.5, 3.0), _on_arena(slow_s=0.5)),
     "disk_gone": FaultKind(_one_host(0.5, 3.0), _on_disk(read_errors=1.0, write_errors=1.0)),
     "disk_old": FaultKind(_one_host(0.5, 2.0), _restore_disk),
     "disk_shrunk": FaultKind(_one_host(0.0, 0.1), _shrink_disk),

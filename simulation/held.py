@@ -27,7 +27,7 @@ from kvcast.protocol.messages.wire import BlockId
 from kvcast.simulation.agent import SimAgent
 from kvcast.simulation.model import ViolationError
 
-LATE_S: Final = {"dram": 0.02, "ssd": 0.5}
+LATE_S: Final = {"dram": 0.02, "arena": 0.5, "ssd": 0.5}
 """What has outlived its time is gone so soon; from a disk when something else happens there."""
 
 
@@ -67,7 +67,7 @@ class Held:
 
     def __init__(self, process: SimAgent) -> None:
         self._process = process
-        self._shelves = {"dram": _Shelf(), "ssd": _Shelf()}
+        self._shelves = {tier: _Shelf() for tier in LATE_S}
         self._settings: dict[int, NamespaceSettings] = {}
         self._excess: dict[tuple[int, str], int] = {}
         """Quotas that have become smaller than what lay there then: how much that was."""
@@ -83,8 +83,8 @@ class Held:
         changed = {n for n in settings if settings[n] != self._settings.get(n)}
         self._settings = settings
         self._look_at_store("dram", core.store, changed)
-        if core.ssd is not None:
-            self._look_at_store("ssd", core.ssd.shelf, changed)
+        for below in core.tiers:
+            self._look_at_store(below.tier, below.shelf, changed)
         for block in (b for shelf in self._shelves.values() for b in shelf.copies):
             if block.namespace in core.pool.deleted:
                 raise ViolationError(
@@ -115,8 +115,8 @@ class Held:
             ("answers", core.responder.segments_waiting, 2 * responder.max_jobs),
             ("READs of what lies below", core._parked, MAX_PARKED),
         ]
-        if core.ssd is not None:
-            waiting.append(("reads", len(core.ssd._reads), core.ssd.rules.max_reads_waiting))
+        for below in core.tiers:
+            waiting.append(("reads", len(below._reads), below.rules.max_reads_waiting))
         if core.cold is not None:
             most = core.cold.rules.max_waiting
             waiting.append(("objects to store", core.cold.stores_waiting, most))

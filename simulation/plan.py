@@ -19,6 +19,7 @@ from kvcast.protocol.messages.local import PutAck
 from kvcast.protocol.messages.questions import MAX_MANY
 from kvcast.simulation.model import Name, pending_set_of
 from kvcast.simulation.model_writes import slot_of
+from msgspec.structs import replace as replace_field
 
 _TIERS: Final = ("dram", "ssd")
 """That hosts have."""
@@ -48,9 +49,10 @@ PARTS: Final = {
 LATER: Final = list(PARTS)[-1]
 """A namespace that an operator makes in the middle of a run, for every host."""
 
-FEATURES: Final = ("kept", "operator")
-"""What a run may have beside all else, each in one of `ONE_IN`: clients that outlive their agents,
-and an operator who makes, changes and deletes namespaces."""
+FEATURES: Final = ("arenas", "kept", "operator")
+"""What a run may have beside all else, each in one of `ONE_IN`: hosts with a further arena between
+DRAM and the disk, clients that outlive their agents, and an operator who makes, changes and deletes
+namespaces."""
 ONE_IN: Final = 6
 
 
@@ -139,11 +141,13 @@ _WEIGHTS: Final = frozenset({"tenants_blast"})
 """Tenants that take all they can get."""
 _DEATHS: Final = frozenset({"agent_killed", "agent_upgraded"})
 """Agents that end, and are outlived by their clients."""
+_ARENAS: Final = frozenset({"arena_damaged", "arena_flips", "arena_lost", "arena_slow"})
+"""Faults of further arenas."""
 _OPERATOR: Final = frozenset({"namespace_made", "namespace_set", "namespace_deleted"})
 """What an operator does to namespaces; no faults, either."""
 _APART: Final = (
     _BULK | _RDMA | _SHARED_WRITES | _SCALE | _DISK | _MORE_DISK | _COLD | _KEPT | _CLOCK | _WEIGHTS
-) | (_OPERATOR | _DEATHS)
+) | (_OPERATOR | _DEATHS | _ARENAS)
 """Drawn apart, each where it can show; so plans in which it cannot stay as they are."""
 MILD: Final = frozenset({"loss", "duplication", "reordering", "corruption", *_SCALE, *_OPERATOR})
 """Faults that, in their smallest amount, no patient get may fail for."""
@@ -396,6 +400,12 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
         faults += _drawn_apart(
             *(seed, "blast", planned, fault_kinds, _WEIGHTS, len(faults)), counts=(1,), times=(1,)
         )
+    if "arenas" in features:
+        faults += _drawn_apart(
+            *(seed, "arenas", planned, fault_kinds, _ARENAS, len(faults)),
+            counts=(1, 2),
+            times=(1, 2),
+        )
     if "kept" in features:
         faults += _drawn_apart(
             *(seed, "kept", planned, fault_kinds, _DEATHS, len(faults)),
@@ -435,7 +445,11 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
         paced=rng.random() < 0.25,
         latecomers=1 if planned > 3 and rng.random() < 0.2 else 0,
         pins=tuple(rng.sample(range(len(draft.blocks)), 2)) if rng.random() < 0.3 else (),
-        settings=_settings(seed, rights, cold=cold, everything=everything, blast=blast),
+        settings=_with_arenas(
+            seed,
+            _settings(seed, rights, cold=cold, everything=everything, blast=blast),
+            features,
+        ),
         bulk_link_bits_per_s=BLAST_BITS_PER_S if blast else 0,
         cards=cards,
         disks=disks,
@@ -479,6 +493,21 @@ def _settings(
             media=["dram", "ssd", "switch", "cold"] if cold and media.random() < 0.8 else [],
         )
     return settings
+
+
+def _with_arenas(
+    seed: int, settings: dict[int, NamespaceSettings], features: frozenset[str]
+) -> dict[int, NamespaceSettings]:
+    """Where there are further arenas, some namespaces have quotas of them."""
+    rng = random.Random(f"{seed}/arena quotas")
+    if "arenas" not in features:
+        return settings
+    return {
+        namespace: replace_field(said, quota_bytes={**said.quota_bytes, "arena": quota << 10})
+        if (quota := rng.choice((0, 0, 16, 32, 64)))
+        else said
+        for namespace, said in settings.items()
+    }
 
 
 def _quotas(rng: random.Random, *, everything: bool) -> dict[str, int]:

@@ -94,4 +94,6 @@ SEEDS: dict[str, Known] = {
     "what exceeds a quota that becomes smaller stays": Known(9, 8, 9),
     "what clients hold of a former agent is anybody's room": Known(1, 1, 1),
     "what clients have given back stays in the ledger": Known(1, 1, 2),
+    "what is damaged in a further arena is given all the same": Known(8, 3, 8),
+    "what exceeds a namespace's quota of further arenas stays there": Known(4, 3, 4),
 }

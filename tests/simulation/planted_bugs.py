@@ -1046,3 +1046,33 @@ def _survivors_hold_nothing() -> Any:
 @bug("what clients have given back stays in the ledger", 0, 1, features=["kept"])
 def _rows_stay() -> Any:
     return mock.patch.object(Session, "_strike", return_value=None)
+
+
+# --- further arenas -----------------------------------------------------------------------------
+
+
+@bug(
+    "what is damaged in a further arena is given all the same",
+    1,
+    faults=["arena_damaged", "arena_flips"],
+    only=lambda plan: not plan.disks,
+    features=["arenas"],
+)
+def _arena_not_verified() -> Any:
+    return mock.patch.object(ssd_module, "DAMAGED", "")
+
+
+@bug(
+    "what exceeds a namespace's quota of further arenas stays there",
+    0,
+    only=lambda plan: any(said.quota_bytes.get("arena") for said in plan.settings.values()),
+    features=["arenas"],
+)
+def _arena_quota_ignored() -> Any:
+    original = SsdTier.configure
+
+    def configure(self: Any, rules: Any, forbidden: Any) -> None:
+        unlimited = {number: replace(rule, quota_bytes=0) for number, rule in rules.items()}
+        original(self, unlimited, forbidden)
+
+    return mock.patch.object(SsdTier, "configure", configure)

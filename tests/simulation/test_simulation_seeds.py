@@ -127,6 +127,12 @@ def test_clients_outlive_their_agents_and_go_on_by_compiled_code(product: Produc
         assert counts[what], what
 
 
+def test_blocks_go_to_further_arenas_and_come_back(product: Product) -> None:
+    counts = run_seed(8, product, Mask(features=frozenset({"arenas"}))).counts
+    assert counts["arena.write"]
+    assert counts["arena.read"]
+
+
 def test_what_a_mask_leaves_out_moves_nothing_else() -> None:
     seed = next(s for s in range(1, 50) if len(plan_of(s, Mask()).faults) > 2)
     whole = plan_of(seed, Mask())
