@@ -239,7 +239,7 @@ class Cluster:
     def acknowledged(self, host: int, namespace: int, key: bytes) -> None:
         self.model.acknowledged(host, self.hosts[host].memory_lives, (namespace, key))
 
-    def _decided(self, pool_map: PoolMap) -> None:
+    def _decided(self, process: ControllerProcess, pool_map: PoolMap) -> None:
         if pool_map is self._last_map:
             return
         former, self._last_map = self._last_map, pool_map
@@ -249,9 +249,7 @@ class Cluster:
         buckets = list(map(tuple, pool_map.buckets))
         hosts = {nodes: [number[i] for i in nodes] for nodes in set(buckets)}  # few, of 1,024
         self.model.homes_are([hosts[nodes] for nodes in buckets])
-        process = self._controller_process()
-        if process is not None:
-            self.operator.decided(process, pool_map)
+        self.operator.decided(process, pool_map)
 
     def _may_answer(self, guarded: frozenset[tuple[int, str]]) -> None:
         for bucket, node_id in guarded:

@@ -40,7 +40,7 @@ class SimController:
         *,
         election_id: int,
         tick_s: float,
-        decided: Callable[[PoolMap], None],
+        decided: Callable[[ControllerProcess, PoolMap], None],
         may_answer: Callable[[frozenset[tuple[int, str]]], None],
     ) -> None:
         self.name = name
@@ -146,7 +146,7 @@ class ControllerProcess(Process):
     def _decided(self, pool_map: PoolMap) -> None:
         # A backup has no agents and programs nothing: nobody ever has its empty maps.
         if not self.loop.is_backup:
-            self._machine._decided(pool_map)
+            self._machine._decided(self, pool_map)
 
     def die(self) -> None:
         self._dead = True
@@ -184,6 +184,11 @@ class ControllerProcess(Process):
             self._world.after(GATHER_EVENTS_S, self._round)
         else:
             self._sleep()
+
+    @property
+    def name(self) -> str:
+        """The controller's."""
+        return self._machine.name
 
     # --- operators --------------------------------------------------------------------------
 

@@ -47,6 +47,8 @@ class Operator:
         """By number of the plan."""
         self._pending: dict[int, ControllerProcess] = {}
         """Deletions that no map has told of yet."""
+        self._gone_by: dict[int, str] = {}
+        """The controller that has deleted it;"""
         self._gone_since: dict[int, int] = {}
         """The epoch from which on a number's blocks of before are gone."""
 
@@ -60,6 +62,7 @@ class Operator:
         namespace that it makes again counts as that namespace's."""
         self._pending.clear()
         self._gone_since.clear()
+        self._gone_by.clear()
 
     # --- acts -----------------------------------------------------------------------------------
 
@@ -121,9 +124,12 @@ class Operator:
             self._numbers[planned] = number
             users = self._plan.rights.get(planned, self._plan.rights[OPEN])
             self._model.lets_use(number, users)
+        if any(name != process.name for name in self._gone_by.values()):
+            self.state_lost()  # controllers do not tell each other of deletions
         for number, by in list(self._pending.items()):
             del self._pending[number]
             if by is process:
+                self._gone_by[number] = process.name
                 self._world.counts["namespaces_deleted"] += 1
                 self._gone_since[number] = pool_map.epoch
                 self._model.retire(number)

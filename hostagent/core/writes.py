@@ -128,6 +128,12 @@ class Writes:
             return
         digest = digest_of(self._memory[copy.offset : copy.offset + copy.size_bytes])
         pool = self._outbox.pool
+        if pool is not None and copy.block.namespace in pool.deleted and not done:
+            # The room is of a former agent, which knew the namespace.
+            self._store.abort(copy)
+            put = _Put(position, copy, -1, ack, 0, copies=0)
+            self._answer(batch, put, local.UNKNOWN_NAMESPACE)
+            return
         homes = pool.homes_of(copy.block) if pool is not None else ()
         here = pool is not None and pool.index in homes
         put = _Put(position, copy, homes[0] if homes else -1, ack, len(homes), copies=int(here))

@@ -772,6 +772,22 @@ def test_a_client_that_is_overtaken_while_it_pins_is_not_cut_off() -> None:
     assert machine.values()["index_offences_total"] == 1
 
 
+def test_room_of_a_namespace_that_was_deleted_meanwhile_becomes_no_block() -> None:
+    """The former agent knew that the room was of no use any more, the next knows the namespace
+    only as deleted."""
+    machine = Machine()
+    guest = Guest(machine)
+    (extent,) = guest.ask(local.Alloc(1, 1, [block(9).key], [5000])).extents
+    machine.start(NAMESPACES[1:])
+    guest.reborn([extent.ticket])
+    deleted = msgspec.structs.replace(pool_map(NAMESPACES[1:]), deleted=[NAMESPACES[0].namespace])
+    machine.core.control_message(0.0, deleted)
+    committed = guest.ask(local.Commit(2, [extent.ticket], "local"))
+    assert [put.status for put in committed.blocks] == [local.UNKNOWN_NAMESPACE]
+    assert not list(machine.store.blocks())
+    assert machine.store.used_bytes == 0
+
+
 def test_pins_by_name_outlive_the_agent() -> None:
     machine = Machine()
     machine.fill(range(16))
