@@ -145,7 +145,11 @@ class Operator:
     def is_gone(self, agent: SimAgent, number: int) -> bool:
         """Whether an agent knows that a number's blocks of before are gone."""
         pool = agent.core.pool
-        return pool is not None and pool.epoch >= self._gone_since.get(number, pool.epoch + 1)
+        if pool is None:
+            return False
+        if self._plan.controllers > 1:  # which do not count epochs together
+            return number in pool.deleted
+        return pool.epoch >= self._gone_since.get(number, pool.epoch + 1)
 
     def copy_of(self, block: Block, copy: int) -> bytes:
         """The bytes that hosts compute now: others after each deletion."""
