@@ -81,7 +81,7 @@ test: setup setup-shell lint ## lint, types and all tests; what needs root or BM
 test-engines: setup-engines ## engines share a pool: the same tokens, in time, whatever fails (some minutes)
 	@KVCAST_TEST_ENGINES=1 $(BIN)/python -m pytest tests/engines
 
-# One boot of two emulated machines, in which all tests that need RDMA verbs run.
+# One boot of three emulated machines, in which all tests that need RDMA verbs run.
 test-rdma: setup ## tests with RDMA verbs, in virtual machines with Soft-RoCE; says what it lacks
 	@$(BIN)/python -m kvcast.topologies.machines --missing
 	@KVCAST_RDMA_BED=boot timeout -k 10 900 $(BIN)/python -m pytest tests/rdma
