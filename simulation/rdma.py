@@ -17,6 +17,7 @@ from kvcast.hostagent.core.serving import Serving
 from kvcast.hostagent.core.store import Copy
 from kvcast.protocol.links.cards import LinkCard
 from kvcast.protocol.links.carriers import Carriers
+from kvcast.protocol.links.grants import Grants
 from kvcast.protocol.links.rdma import PairHolder, RdmaOptions
 from kvcast.protocol.links.rdma_callee import RdmaCallee
 from kvcast.protocol.links.rdma_caller import (
@@ -32,9 +33,16 @@ from kvcast.simulation.verbs import Fabric, SimulatedCard
 from kvcast.simulation.world import World
 
 OPTIONS: Final = RdmaOptions(
-    connect_timeout_s=1.0, idle_s=6.0, lease_s=1.2, silence_s=0.6, retry_s=0.3, retry_max_s=1.0
+    grant_bytes=1 << 10,
+    grant_wait_s=0.15,
+    connect_timeout_s=1.0,
+    idle_s=6.0,
+    lease_s=1.2,
+    silence_s=0.6,
+    retry_s=0.3,
+    retry_max_s=1.0,
 )
-"""The product's bounds, but time-outs that come up within a run."""
+"""The product's bounds, but such as a run's blocks meet, and time-outs that come up within it."""
 PAIRS: Final = (2, 64, 64, 64)
 """Queue pairs of a node in a run, one of these: with few, some nodes' calls go by TCP."""
 
@@ -74,6 +82,7 @@ class RdmaSide:
         self._pool: Pool | None = None
         self._calling: dict[RdmaConnection, tuple[StreamDriver, PairHolder]] = {}
         self._serving: dict[StreamDriver, PairHolder] = {}
+        self._grants = Grants(self._options.grant_bytes, core.weight_of)
         self._soon = False
 
     def die(self, *, machine: bool) -> None:
@@ -154,13 +163,15 @@ class RdmaSide:
         """Another agent has connected."""
         process, core = self._process, self._core
         link: RdmaCallee[Copy] = RdmaCallee(
-            process.now, cast(Serving, self._served), self._options, core.metrics
+            *(process.now, cast(Serving, self._served), self._options, core.metrics, self._grants)
         )
 
         def changed() -> None:
             if holder.carry_out():
                 driver.flush()
             link.check()
+            callees = (cast(RdmaCallee[Copy], driver.link) for driver in self._serving)
+            self._grants.check(sum(callee.open_bytes for callee in callees))
             self._pump()
 
         def over() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from kvcast.bench.fuzz.entry_points import agent_of_two, check_store, hold
 from kvcast.bench.fuzz.targets import KEY, NAMESPACE, StreamHarness, entry_point, stream_of
-from kvcast.protocol.links import rdma, rdma_callee, stream
+from kvcast.protocol.links import grants, rdma, rdma_callee, stream
 from kvcast.protocol.messages import rdma as messages
 from kvcast.protocol.messages.bulk import PutHeader, WantedBlock, meaning_of
 from kvcast.protocol.messages.wire import digest_of
@@ -99,7 +99,8 @@ class RdmaLinkHarness(StreamHarness):
     def run(self, data: bytes) -> None:
         agent, now = self._agent, 0.0
         link = rdma_callee.RdmaCallee(
-            now, agent.serving, rdma.RdmaOptions(), agent.metrics, "node-2"
+            *(now, agent.serving, rdma.RdmaOptions(), agent.metrics),
+            *(grants.Grants(rdma.RdmaOptions.grant_bytes), "node-2"),
         )
         card = _Card()
         holder = rdma.PairHolder(link, card, lambda: now, lambda: None)

@@ -129,6 +129,10 @@ class Metrics:
     # the RDMA link
     rdma_requests_sent_total: int = 0
     rdma_requests_served_total: int = 0
+    rdma_requests_held_total: int = 0
+    """Requests to us that waited for their windows, since several namespaces wanted some;"""
+    rdma_requests_late_total: int = 0
+    """those of them whose turn did not come in time, and which went by TCP."""
     rdma_blocks_read_total: int = 0
     """Blocks that our card has read from other nodes' memory, and whose digest was looked at; they
     count as received over the bulk link, too."""

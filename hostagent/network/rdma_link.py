@@ -21,6 +21,7 @@ from kvcast.hostagent.network.cards import Cards
 from kvcast.protocol.links.bulk import BulkCall, BulkOptions
 from kvcast.protocol.links.cards import LinkCard
 from kvcast.protocol.links.carriers import Carriers
+from kvcast.protocol.links.grants import Grants
 from kvcast.protocol.links.rdma import Completed, Pair, PairHolder, RdmaOptions
 from kvcast.protocol.links.rdma_callee import RdmaCallee
 from kvcast.protocol.links.rdma_caller import (
@@ -185,6 +186,7 @@ class RdmaServer:
     ) -> None:
         self._core = core
         self._options = options
+        self._grants = Grants(options.grant_bytes, core.weight_of)
         self._cards = cards
         self._credentials = credentials
         self._drivers: dict[LinkDriver, PairHolder | None] = {}
@@ -231,7 +233,9 @@ class RdmaServer:
             credentials = self._credentials
             named = None if credentials is None else expect_peer(transport, NODE).name
             core = self._core
-            link = RdmaCallee(loop.time(), core.serving, self._options, core.metrics, named)
+            link = RdmaCallee(
+                *(loop.time(), core.serving, self._options, core.metrics, self._grants, named)
+            )
             across = self._across[driver] = _Across(self._cards, link)
             self._drivers[driver] = PairHolder(link, across, loop.time, driver.flush)
             return link

@@ -41,6 +41,12 @@ class RdmaOptions:
     """How long a pair without a request is kept."""
     lease_s: float = 30.0
     """How long windows stay open for one request."""
+    grant_bytes: int = 64 << 20
+    """While several namespaces want windows of a node, so much is open for others at once, and one
+    request more: a card of 400 Gb/s moves as much in the time in which windows are opened."""
+    grant_wait_s: float = 0.5
+    """How long a request waits for its windows while others have their turn; well below the
+    `silence_s` of its caller, who then goes another way."""
     silence_s: float = 2.0
     """How long a get may wait for an answer, or for its next bytes; there is another way."""
     retry_s: float = 1.0
@@ -54,6 +60,8 @@ class RdmaCounters(Protocol):
 
     rdma_requests_sent_total: int
     rdma_requests_served_total: int
+    rdma_requests_held_total: int
+    rdma_requests_late_total: int
     rdma_blocks_read_total: int
     rdma_blocks_written_total: int
     rdma_bytes_read_total: int

@@ -5,6 +5,10 @@ until when, and that memory is given back only when nothing reaches it any more.
 a request deserves (`BulkService` does), how the caller proved who it is, or how a card is driven:
 it orders (`kvcast.protocol.links.rdma`).
 
+When windows are opened is `grants`' to say, where several namespaces want some. Until then nothing
+is pinned and no room set aside, and what the request deserves is decided when it is its turn. One
+that waits for longer than `grant_wait_s` gets no windows, and its caller goes another way.
+
 A caller that says nothing for `idle_s`, or leaves windows open for longer than `lease_s`, is
 closed, and its pair with it. One that opens more requests than the protocol allows breaks its
 rules.
@@ -15,7 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from kvcast.protocol.links.bulk import UNREACHABLE
 from kvcast.protocol.links.bulk_callee import BulkService, Sized, WrongCallerError
+from kvcast.protocol.links.grants import Grant, Grants
 from kvcast.protocol.links.rdma import (
     ClosePair,
     CloseWindow,
@@ -67,6 +73,8 @@ class _Opened(Generic[S]):
     copy: S
     header: PutHeader | None
     """Of a put."""
+    size_bytes: int
+    """In the window."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,18 +82,27 @@ class _Request(Generic[S]):
     """A get or a put, until its windows are closed."""
 
     number: int
+    grant: Grant
     deadline: float
+    """Until when it waits for its turn; then, the end of its lease."""
     windows: list[Window]
+    held: bool = True
+    """It is not its turn yet."""
     opened: dict[int, _Opened[S]] = field(default_factory=dict)
     """By the token of the order that opened it."""
     waiting: int = 0
     """Orders that have not been carried out."""
     finished: bool = False
 
+    @property
+    def open_bytes(self) -> int:
+        """In its windows."""
+        return sum(opened.size_bytes for opened in self.opened.values())
+
 
 class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
-    """See the module's text. `certified`: the only node that the caller can be; None = it is
-    believed."""
+    """See the module's text. `grants`: shared by all connections of a node; `certified`: the only
+    node that the caller can be; None = it is believed."""
 
     def __init__(
         self,
@@ -93,6 +110,7 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
         service: BulkService[S],
         options: RdmaOptions,
         counters: RdmaCounters,
+        grants: Grants,
         certified: str | None = None,
     ) -> None:
         super().__init__(
@@ -103,6 +121,7 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
         self._service = service
         self._options = options
         self._counters = counters
+        self._grants = grants
         self._certified = certified
         self._caller: str | None = None
         self.remote: Endpoint | None = None
@@ -114,6 +133,11 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
         self._next_token = 0
         self._orders: list[Order] = []
         self._deadline = now + options.connect_timeout_s
+
+    @property
+    def open_bytes(self) -> int:
+        """In windows that are open for the caller."""
+        return sum(request.open_bytes for request in self._requests.values())
 
     def take_orders(self) -> list[Order]:
         """What the card is to do, in this order; each is given once."""
@@ -132,13 +156,11 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
             raise LinkError("a request before the welcome")
         self._set_deadline(now)
         match message:
-            case RdmaGet():
-                self._get(now, self._caller, message)
-            case RdmaPut():
-                self._put(now, self._caller, message)
+            case RdmaGet() | RdmaPut():
+                self._ask(now, self._caller, message)
             case RdmaFinished(request=number):
                 request = self._requests.get(number)
-                if request is None or request.finished or request.waiting:
+                if request is None or request.held or request.finished or request.waiting:
                     raise LinkError(f"request {number} is finished, which is not open")
                 self._close_windows(now, request)
             case _:
@@ -151,17 +173,36 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
             raise WrongCallerError(f"node {self._certified} calls itself {message.node_id}")
         return message.node_id, message.endpoint
 
-    def _begin(self, now: float, number: int, count: int) -> _Request[S]:
+    def _ask(self, now: float, caller: str, message: RdmaGet | RdmaPut) -> None:
+        number = message.request
         if number in self._requests or len(self._requests) >= MAX_RDMA_REQUESTS:
             raise LinkError(f"request {number} is open, or one too many")
         self._counters.rdma_requests_served_total += 1
-        windows = [Window(NO_ROOM)] * count
-        request = _Request[S](number, now + self._options.lease_s, windows)
-        self._requests[number] = request
-        return request
 
-    def _get(self, now: float, caller: str, message: RdmaGet) -> None:
-        request = self._begin(now, message.request, len(message.blocks))
+        def begin(now: float) -> int:
+            request.held = False
+            request.deadline = now + self._options.lease_s
+            if isinstance(message, RdmaGet):
+                self._get(caller, request, message)
+            else:
+                self._put(caller, request, message)
+            self._answer(now, request)
+            self._set_deadline(now)
+            return request.open_bytes
+
+        grant = Grant(message.namespace, begin, self._woken)
+        windows = [Window(NO_ROOM)] * len(message.blocks)
+        deadline = now + self._options.grant_wait_s
+        request = self._requests[number] = _Request[S](number, grant, deadline, windows)
+        self._grants.ask(now, grant)
+        if request.held:
+            self._counters.rdma_requests_held_total += 1
+            self._set_deadline(now)
+
+    def _woken(self) -> None:
+        self.wake()
+
+    def _get(self, caller: str, request: _Request[S], message: RdmaGet) -> None:
         service = self._service
         refusal = service.refuse_get(caller, BulkGet(message.namespace, message.blocks))
         for position, wanted in enumerate(message.blocks):
@@ -176,11 +217,9 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
                 request.windows[position] = Window(NOT_FOUND)
             else:
                 memory = service.view(copy)[wanted.start_bytes :]
-                self._open(request, _Opened(position, copy, None), memory)
-        self._answer(now, request)
+                self._open(request, _Opened(position, copy, None, len(memory)), memory)
 
-    def _put(self, now: float, caller: str, message: RdmaPut) -> None:
-        request = self._begin(now, message.request, len(message.blocks))
+    def _put(self, caller: str, request: _Request[S], message: RdmaPut) -> None:
         service = self._service
         put = BulkPut(message.namespace, message.epoch, message.meaning, message.blocks)
         refusal = service.refuse_put(caller, put)
@@ -196,8 +235,8 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
                 request.windows[position] = Window(room)
             else:
                 room_bytes += header.size_bytes
-                self._open(request, _Opened(position, room, header), service.view(room))
-        self._answer(now, request)
+                memory = service.view(room)
+                self._open(request, _Opened(position, room, header, len(memory)), memory)
 
     # --- windows ------------------------------------------------------------------------------
 
@@ -231,6 +270,7 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
         statuses = [self._settle(opened) for opened in request.opened.values()]
         self._send(RdmaTaken(request.number, [status for status in statuses if status]))
         self._set_deadline(now)
+        self._grants.end(now, request.grant)
 
     def _settle(self, opened: _Opened[S]) -> str | None:
         """Give a get's copy back, or take what was put; the status of a put."""
@@ -245,6 +285,18 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
             return
         leases = [request.deadline for request in self._requests.values()]
         self._deadline = min(leases, default=now + self._options.idle_s)
+
+    def _late(self, now: float) -> None:
+        late = [item for item in self._requests.values() if item.held and item.deadline <= now]
+        if not late:
+            self._close(now)
+            return
+        for request in late:
+            request.held = False
+            request.windows = [Window(UNREACHABLE)] * len(request.windows)
+            self._counters.rdma_requests_late_total += 1
+            self._answer(now, request)
+        self._grants.end(now, *(request.grant for request in late))
 
     # --- what the card reports ----------------------------------------------------------------
 
@@ -305,9 +357,12 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
                     self._service.end_get(opened.copy)
                 else:
                     self._service.abort_put(opened.copy)
+        self._grants.end(now, *(request.grant for request in requests.values()))
 
     def _over(self, now: float) -> None:
         self._orders = [ClosePair()]
+        # What is open stays granted until the pair is closed.
+        self._grants.end(now, *(item.grant for item in self._requests.values() if item.held))
 
     def _rules_broken(self, error: Exception) -> None:
         if isinstance(error, WrongCallerError):
@@ -321,3 +376,5 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
         assert len(self._requests) <= MAX_RDMA_REQUESTS or self.closed
         waiting = sum(request.waiting for request in self._requests.values())
         assert self.closed or waiting == len(self._of_token)
+        assert not any(item.held and item.opened for item in self._requests.values())
+        assert all(item.grant.size_bytes == item.open_bytes for item in self._requests.values())

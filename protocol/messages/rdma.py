@@ -85,7 +85,8 @@ class RdmaPut(Struct, frozen=True, tag="put"):
 
 class Window(Struct, frozen=True, array_like=True):
     """What may be done with one block: with status DONE (of a get: size and digest are the whole
-    block's) or WANTED (of a put) at this address with this key; with any other, nothing."""
+    block's) or WANTED (of a put) at this address with this key; with any other, nothing. Status
+    "unreachable": it was not the request's turn in time, and there is another way."""
 
     status: str
     size_bytes: Annotated[int, Meta(ge=0, le=0xFFFFFFFF)] = 0

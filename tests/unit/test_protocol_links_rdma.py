@@ -17,6 +17,7 @@ from kvcast.protocol.links import rdma_caller
 from kvcast.protocol.links.bulk import EVICTED, UNREACHABLE, BulkCall, ExistsCall, GetCall, PutCall
 from kvcast.protocol.links.cards import LinkCard
 from kvcast.protocol.links.carriers import Carriers
+from kvcast.protocol.links.grants import Grant, Grants
 from kvcast.protocol.links.rdma import PairHolder, RdmaOptions
 from kvcast.protocol.links.rdma_callee import RdmaCallee
 from kvcast.protocol.links.rdma_caller import (
@@ -42,6 +43,7 @@ from kvcast.protocol.messages.rdma import (
     RdmaFinished,
     RdmaGet,
     RdmaHello,
+    RdmaPut,
     RdmaRefusal,
     RdmaTaken,
     RdmaWelcome,
@@ -53,7 +55,12 @@ from kvcast.simulation.verbs import Fabric, SimulatedCard
 from kvcast.simulation.world import World
 
 OPTIONS = RdmaOptions(
-    queue_per_peer=400, silence_s=0.5, idle_s=10.0, lease_s=3.0, connect_timeout_s=1.0
+    queue_per_peer=400,
+    grant_wait_s=0.2,
+    silence_s=0.5,
+    idle_s=10.0,
+    lease_s=3.0,
+    connect_timeout_s=1.0,
 )
 NODE = NodeInfo(2, "node-2", "10.0.0.2", "02:00:00:00:00:02", 2, 20000, "host-2", 7000, 7001)
 FOREIGN = 9
@@ -91,6 +98,7 @@ class Service:
     held: dict[bytes, Copy] = field(default_factory=dict)
     out: list[bytes] = field(default_factory=list)
     aborted: list[bytes] = field(default_factory=list)
+    forbidden: set[int] = field(default_factory=lambda: {FOREIGN})
     used: int = 0
 
     def room(self, size: int) -> memoryview:
@@ -107,7 +115,7 @@ class Service:
         return copy.view
 
     def refuse_put(self, _caller: str, put: BulkPut) -> str | None:
-        return bulk.FORBIDDEN if put.namespace == FOREIGN else None
+        return bulk.FORBIDDEN if put.namespace in self.forbidden else None
 
     def begin_put(self, put: BulkPut, block: PutHeader) -> Copy | str:
         if block.key in self.held:
@@ -127,7 +135,7 @@ class Service:
         self.aborted.append(copy.block.key)
 
     def refuse_get(self, _caller: str, get: BulkGet) -> str | None:
-        return bulk.FORBIDDEN if get.namespace == FOREIGN else None
+        return bulk.FORBIDDEN if get.namespace in self.forbidden else None
 
     def get(self, _caller: str, _namespace: int, block: WantedBlock) -> Copy | str:
         copy = self.held.get(block.key)
@@ -179,6 +187,7 @@ class Bench:
         self.failures: list[str] = []
         self.unreachable = False
         self.connects = 0
+        self.grants = Grants(options.grant_bytes)
         self.pairs_open_at_ends: list[int] = []
         """How many pairs of ours were open when a call was told its end as unreachable."""
         self.links: list[tuple[RdmaConnection, PairHolder, RdmaCallee[Copy], PairHolder]] = []
@@ -251,7 +260,8 @@ class Bench:
         if self.unreachable:
             connection.lost(self.now, "nobody is there")
             return
-        callee = RdmaCallee(self.now, self.service, self.options, self.home_metrics)
+        callee = RdmaCallee(self.now, self.service, self.options, self.home_metrics, self.grants)
+        callee.wake = lambda: self.world.after(0.0, self.settle)
         clock = lambda: self.now  # noqa: E731
         number = self.link_cards.index(connection.card)
         holder = PairHolder(connection, self.cards[number], clock, self.move)
@@ -531,6 +541,315 @@ def test_too_many_waiting_calls_end_at_once() -> None:
     assert len(bench.outcomes) == MAX_RDMA_REQUESTS + 10
 
 
+# --- several namespaces ---------------------------------------------------------------------------
+
+MODEL, OTHER = 1, 2
+"""Namespaces."""
+
+
+class Asker:
+    """One of a home's callers, played by hand."""
+
+    def __init__(self, home: Home) -> None:
+        self.home = home
+        self.windows: dict[int, list[str]] = {}
+        """The statuses that each request was answered with."""
+        self.taken: list[int] = []
+        self.callee = RdmaCallee(
+            *(home.now, home.service, home.options, home.metrics, home.grants, None)
+        )
+        self.holder = PairHolder(self.callee, home.card, lambda: home.now, self.flush)
+        self.callee.wake = self.flush
+        self._codec = MessageCodec[RdmaCallerMessage](
+            RdmaCallerMessage, max_message_bytes=MAX_RDMA_MESSAGE_BYTES
+        )
+        self._said = MessageCodec[RdmaCalleeMessage](
+            RdmaCalleeMessage, max_message_bytes=MAX_RDMA_MESSAGE_BYTES
+        )
+        self.say(HELLO)
+
+    def say(self, message: RdmaCallerMessage) -> None:
+        self.callee.received(self.home.now, self._codec.encode(message))
+        self.flush()
+
+    def get(self, request: int, namespace: int, *numbers: int) -> None:
+        """Ask for blocks, and wait for as long as windows take to be opened."""
+        wanted = [WantedBlock(key(number)) for number in numbers]
+        self.say(RdmaGet(request, namespace, wanted))
+        self.home.run(0.001)
+
+    def put(self, request: int, namespace: int, *numbers: int) -> None:
+        headers = [PutHeader(key(number), SIZE, digest_of(data_of(number))) for number in numbers]
+        self.say(RdmaPut(request, namespace, 1, 0, headers))
+        self.home.run(0.001)
+
+    def finish(self, request: int) -> None:
+        """Say that all was moved, and wait for as long as windows take to be closed."""
+        self.say(RdmaFinished(request))
+        self.home.run(0.001)
+
+    def lose(self) -> None:
+        """The connection is gone; nobody has told the card yet."""
+        self.callee.lost(self.home.now)
+
+    def flush(self) -> None:
+        """What a driver does after every event."""
+        self.holder.carry_out()
+        buffer = bytearray(self.callee.bytes_to_send(self.home.now, 1 << 20))
+        while (message := self._said.take(buffer)) is not None:
+            if isinstance(message, RdmaWindows):
+                self.windows[message.request] = [window.status for window in message.windows]
+            elif isinstance(message, RdmaTaken):
+                self.taken.append(message.request)
+        self.callee.check()
+
+
+class Home:
+    """A home, whose windows are opened for `SIZE` bytes at once, and a request more, while several
+    namespaces want some. Block n has `SIZE` bytes."""
+
+    def __init__(
+        self,
+        weights: dict[int, float] | None = None,
+        wait_s: float = 0.4,
+        lease_s: float = OPTIONS.lease_s,
+    ) -> None:
+        self.world = World(1)
+        memory = memoryview(bytearray(8 << 20))
+        self.options = replace(OPTIONS, grant_bytes=SIZE, grant_wait_s=wait_s, lease_s=lease_s)
+        self.card = SimulatedCard(Fabric(self.world), memory, self.options, lambda act: act())
+        self.service = Service(memory)
+        for number in range(40):
+            self.service.hold(number, data_of(number))
+        self.metrics = Metrics()
+        self.grants = Grants(SIZE, (weights or {MODEL: 1.0, OTHER: 1.0}).__getitem__)
+        self.askers: list[Asker] = []
+
+    @property
+    def now(self) -> float:
+        return self.world.now
+
+    @property
+    def open_windows(self) -> int:
+        return sum(len(pair.windows) for pair in self.card.pairs)
+
+    def asker(self) -> Asker:
+        self.askers.append(Asker(self))
+        return self.askers[-1]
+
+    def run(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.world.run(min(end, self.now + 0.05))
+            for asker in self.askers:
+                asker.callee.handle_timer(self.now)
+                asker.flush()
+        self.grants.check(sum(asker.callee.open_bytes for asker in self.askers))
+
+
+DONE = [bulk.DONE]
+
+
+def test_one_namespace_alone_has_as_many_windows_as_it_asks_for() -> None:
+    home = Home()
+    woken: list[None] = []
+    for asker in (home.asker(), home.asker()):
+        asker.callee.wake = lambda: woken.append(None)
+        for request in range(MAX_RDMA_REQUESTS):
+            asker.get(request, MODEL, request)
+        assert list(asker.windows.values()) == [DONE] * MAX_RDMA_REQUESTS
+    assert woken == [], "a driver was called in the middle of its own event"
+    assert home.grants.open_bytes == 2 * MAX_RDMA_REQUESTS * SIZE
+    assert home.metrics.rdma_requests_held_total == 0
+
+
+@pytest.mark.parametrize("ask", [Asker.get, Asker.put])
+def test_a_namespace_does_not_wait_for_what_another_has_open_but_that_one_does(
+    ask: Callable[..., None],
+) -> None:
+    """On whichever connections."""
+    home = Home()
+    model, other = home.asker(), home.asker()
+    new = 100 if ask is Asker.put else 0
+    answer = [bulk.WANTED if new else bulk.DONE]
+    for request in range(4):
+        ask(model, request, MODEL, new + request)
+    ask(other, 1, OTHER, new + 10)
+    assert other.windows == {1: answer}
+    ask(model, 4, MODEL, new + 4)
+    assert 4 not in model.windows
+    assert key(new + 4) not in home.service.out, "something was set aside for who waits"
+    assert home.metrics.rdma_requests_held_total == 1
+    other.finish(1)
+    assert model.windows[4] == answer, "nobody is there any more who could want a share"
+    assert home.metrics.rdma_requests_late_total == 0
+
+
+def test_what_namespaces_are_granted_is_by_weight_whatever_their_requests_and_callers() -> None:
+    """One asks for three blocks at a time on two connections, one for one on one, all the while."""
+    weights = {MODEL: 1.0, OTHER: 3.0}
+    home = Home(weights, wait_s=1000.0, lease_s=1000.0)
+    plan = [(home.asker(), MODEL, 3), (home.asker(), MODEL, 3), (home.asker(), OTHER, 1)]
+    granted = {MODEL: 0.0, OTHER: 0.0}
+    seen: set[tuple[int, int]] = set()
+    asked = [0, 0, 0]
+    for turn in range(300):
+        for place, (asker, namespace, blocks) in enumerate(plan):
+            while len(asker.callee._requests) < MAX_RDMA_REQUESTS:
+                asker.get(asked[place], namespace, *range(place * 10, place * 10 + blocks))
+                asked[place] += 1
+        if turn == 0:
+            granted = {MODEL: 0.0, OTHER: 0.0}  # who came first was alone
+        opened = [
+            (place, request)
+            for place, (asker, _, _) in enumerate(plan)
+            for request in asker.windows
+            if (place, request) not in seen
+        ]
+        seen.update(opened)
+        for place, _ in opened if turn else []:
+            _, namespace, blocks = plan[place]
+            granted[namespace] += blocks * SIZE
+        shares = [granted[namespace] / weights[namespace] for namespace in (MODEL, OTHER)]
+        assert abs(shares[0] - shares[1]) <= 2 * 3 * SIZE  # one request, at both ends of the time
+        for place, request in opened:
+            plan[place][0].finish(request)
+    assert granted[MODEL] > 20 * 3 * SIZE
+
+
+def starved(home: Home) -> tuple[Asker, Asker]:
+    """The other namespace's request 2 waits: it has a window, and the model's fill the bound."""
+    model, other = home.asker(), home.asker()
+    for request in range(3):
+        model.get(request, MODEL, request)
+    other.get(1, OTHER, 10)
+    other.get(2, OTHER, 11)
+    assert list(other.windows) == [1]
+    return model, other
+
+
+def test_who_waits_too_long_is_sent_another_way_and_keeps_what_it_has() -> None:
+    home = Home()
+    _, other = starved(home)
+    home.run(0.3)
+    assert list(other.windows) == [1]
+    home.run(0.2)
+    assert other.windows[2] == [UNREACHABLE]
+    assert home.metrics.rdma_requests_late_total == 1
+    assert len(home.grants) == 0
+    other.finish(1)
+    assert other.taken == [1]
+    other.get(3, OTHER, 12)
+    assert other.windows[3] == DONE
+
+
+def test_a_lease_begins_with_the_windows() -> None:
+    home = Home(lease_s=0.5)
+    model, other = starved(home)
+    home.run(0.3)
+    for request in range(3):
+        model.finish(request)
+    other.finish(1)
+    assert other.windows[2] == DONE
+    home.run(0.4)
+    assert not other.callee.closed, "its lease began when it asked"
+    home.run(0.2)
+    assert other.callee.closed
+    assert home.grants.open_bytes == 0
+
+
+def test_windows_that_take_long_to_open_are_not_late_for_a_turn_that_came_in_time() -> None:
+    home = Home()
+    model, other = starved(home)
+    home.run(0.3)
+    model.finish(0)
+    model.finish(1)
+    model.say(RdmaFinished(2))
+    home.card.faults.late = 1.0  # from what begins next on
+    home.run(0.3)
+    assert 2 not in other.windows
+    assert not other.callee.closed
+    home.run(0.3)
+    assert other.windows[2] == DONE
+
+
+def test_a_connection_that_ends_does_not_wait_and_lets_others_go_on() -> None:
+    home = Home()
+    model, other = home.asker(), home.asker()
+    for request in range(2):
+        model.get(request, MODEL, request)
+    other.get(1, OTHER, 10)
+    model.get(2, MODEL, 2)
+    other.get(2, OTHER, 11)
+    assert len(home.grants) == 2
+    other.lose()
+    assert len(home.grants) == 1, "who is gone waits"
+    assert home.grants.open_bytes == 3 * SIZE, "its window is not closed yet"
+    assert 2 not in model.windows
+    other.flush()
+    home.run(0.001)
+    assert model.windows[2] == DONE
+    assert key(11) not in home.service.out
+
+
+def test_what_was_granted_counts_until_its_window_is_closed() -> None:
+    home = Home()
+    model, other = starved(home)
+    for request in range(3):
+        model.say(RdmaFinished(request))
+    other.say(RdmaFinished(1))
+    assert home.open_windows == 4
+    assert home.grants.open_bytes == 4 * SIZE
+    assert len(home.grants) == 1
+    home.run(0.001)
+    assert home.open_windows == 1
+    assert other.windows[2] == DONE
+
+
+def test_a_namespace_that_is_deleted_meanwhile_gets_nothing_and_holds_nobody_up() -> None:
+    home = Home()
+    model, other = starved(home)
+    home.service.forbidden.add(OTHER)
+    model.get(3, MODEL, 3)
+    assert 3 not in model.windows
+    for request in range(3):
+        model.finish(request)
+    other.finish(1)
+    assert other.windows[2] == [bulk.FORBIDDEN]
+    assert key(11) not in home.service.out
+    assert model.windows[3] == DONE
+
+
+def test_who_waits_for_windows_cannot_be_finished_with_them() -> None:
+    home = Home()
+    _, other = starved(home)
+    other.say(RdmaFinished(2))
+    assert other.callee.closed
+    assert home.metrics.rdma_protocol_errors_total == 1
+
+
+def test_a_call_that_waits_too_long_ends_as_unreachable_and_its_pair_lives_on(
+    bench: Bench,
+) -> None:
+    """So TCP makes it, and RDMA the next one."""
+    open_for_ever = Grant(OTHER, lambda _now: 2 * bench.options.grant_bytes, lambda: None)
+    bench.grants.ask(0.0, open_for_ever)
+    bench.grants.ask(0.0, Grant(1, lambda _now: 1, lambda: None))
+    bench.service.hold(1, data_of(1))
+    bench.get(1)
+    bench.run(0.1)
+    assert bench.outcomes == {}
+    bench.run(OPTIONS.silence_s / 2)
+    assert bench.outcomes == {1: UNREACHABLE}
+    assert bench.failures == []
+    bench.grants.end(bench.now, open_for_ever)
+    bench.service.hold(2, data_of(2))
+    bench.get(2)
+    bench.run(0.1)
+    assert bench.outcomes[2] == bulk.DONE
+    assert len(bench.links) == 1
+
+
 # --- liars ----------------------------------------------------------------------------------------
 
 
@@ -539,7 +858,7 @@ def endpoint(number: int = 5) -> Endpoint:
 
 
 def callee_told(bench: Bench, *messages: RdmaCallerMessage) -> RdmaCallee[Copy]:
-    callee = RdmaCallee(0.0, bench.service, OPTIONS, bench.home_metrics)
+    callee = RdmaCallee(0.0, bench.service, OPTIONS, bench.home_metrics, bench.grants)
     holder = PairHolder(callee, bench.home_card, lambda: bench.now, lambda: None)
     codec = MessageCodec[RdmaCalleeMessage](
         RdmaCalleeMessage, max_message_bytes=MAX_RDMA_MESSAGE_BYTES

@@ -1,0 +1,55 @@
+"""The RDMA link's adapter at a home, over real sockets and without a card.
+
+Oracle: what its connections share, said here. Cannot see: pairs and windows (`tests/rdma`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from kvcast.hostagent.core.agent import AgentCore, AgentOptions
+from kvcast.hostagent.core.store import Store
+from kvcast.hostagent.network.cards import Cards
+from kvcast.hostagent.network.rdma_link import RdmaServer
+from kvcast.hostagent.tiers.arena import SLAB_BYTES, Allocator
+from kvcast.protocol.links.bulk import BulkOptions
+from kvcast.protocol.links.grants import Grant
+from kvcast.protocol.links.rdma import RdmaOptions
+from kvcast.protocol.links.rdma_callee import RdmaCallee
+
+
+async def test_all_callers_of_a_home_share_one_bound_by_its_weights() -> None:
+    store = Store(Allocator(SLAB_BYTES, SLAB_BYTES))
+    core = AgentCore(
+        AgentOptions("node-1"), store, memoryview(bytearray(SLAB_BYTES)), random.Random(1)
+    )
+    asked: list[int] = []
+
+    def weight_of(namespace: int) -> float:
+        asked.append(namespace)
+        return 1.0
+
+    core.weight_of = weight_of  # type: ignore[method-assign]
+    server = RdmaServer(core, RdmaOptions(grant_bytes=100), BulkOptions(), Cards([]))
+    port = await server.start("127.0.0.1")
+    writers = []
+    try:
+        for _ in range(2):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writers.append(writer)
+        async with asyncio.timeout(10.0):
+            while len([driver for driver in server._drivers if driver.link is not None]) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        first, second = (driver.link for driver in server._drivers)
+        assert isinstance(first, RdmaCallee)
+        assert isinstance(second, RdmaCallee)
+        for namespace, size_bytes in ((1, 100), (2, 1), (1, 1)):
+            first._grants.ask(0.0, Grant(namespace, lambda _, size=size_bytes: size, lambda: None))  # type: ignore[misc]
+        assert len(second._grants) == 1, "what waits on one connection is not seen from another"
+        assert second._grants.open_bytes == 101
+        assert set(asked) == {1, 2}
+    finally:
+        for writer in writers:
+            writer.close()
+        await server.close()
