@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Final, NamedTuple
 
@@ -29,6 +30,7 @@ from kvcast.hostagent.network.lander import hashing
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.hostagent.tiers.ledger import LEDGER_BYTES, MOMENT_BYTES, Ledger, Row
+from kvcast.protocol.conveyor import COUNTED as REPLY_COUNTED
 from kvcast.protocol.conveyor import GIVEN_HERE, NOT_HERE, READ_IT, REPLY, REQUEST
 from kvcast.protocol.courier import CLIENT_HERE, MOST_REPAIRS
 from kvcast.protocol.messages import local, shared
@@ -37,10 +39,14 @@ from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Registere
 from kvcast.protocol.messages.questions import (
     ANSWER,
     ASK_AGENT,
+    COUNTED,
+    EXISTS,
     GET,
     GET_MANY,
     GIVEN,
     KEY,
+    MAX_CHAIN,
+    MAX_DEADLINE_MS,
     MAX_MANY,
     QUESTION,
     RELEASE,
@@ -83,6 +89,7 @@ _SLABS: Final = 48
 _LEDGER_LOOK: Final = 64 * 1024
 """As much of the ledger is more than two clients use."""
 _STEP: Final = struct.Struct("<BBB")
+_EXISTS: Final = struct.pack("=H", EXISTS)
 _LARGE_BYTES: Final = 180_000
 _SIZES: Final = (20_000, 30_000, 30_000, 30_000, 65_536, 9_000)
 
@@ -139,6 +146,50 @@ class Wanted(NamedTuple):
     start: int
 
 
+@dataclass(eq=False)
+class Chain:
+    """A client asks how many of these blocks there are, counted from the first."""
+
+    keys: list[bytes]
+    here: frozenset[int]
+    """The places in it of those that lie on this node,"""
+    asked: int | None = None
+    """of so many others the home was asked,"""
+    home_has: int | None = None
+    """and has said that it has so many; None: it has said nothing,"""
+    certain: bool = True
+    """and whether it certainly has not the one behind them."""
+
+    @property
+    def elsewhere(self) -> list[int]:
+        """The places of those that the home is asked about."""
+        return [place for place in range(len(self.keys)) if place not in self.here]
+
+    @property
+    def count(self) -> int:
+        """How many there are, as far as anybody has said."""
+        missing = self.elsewhere[self.home_has or 0 :]
+        return missing[0] if missing else len(self.keys)
+
+
+def requests_in(said: bytes) -> Iterator[Wanted | tuple[int, int, list[bytes]]]:
+    """What is asked for on a conveyor: a block of NAMESPACE, or how many of these keys there are,
+    with its number and namespace."""
+    at = 0
+    while at < len(said):
+        number, key, digest, start, namespace, kind = REQUEST.unpack_from(said, at)
+        at += REQUEST.size
+        if not kind:
+            assert namespace == NAMESPACE
+            yield Wanted(number, key, digest, start)
+            continue
+        assert (kind, key, digest) == (1, bytes(KEY_BYTES), 0)
+        further = said[at : at + start * KEY_BYTES]
+        at += start * KEY_BYTES
+        yield number, namespace, [each for (each,) in KEY.iter_unpack(further)]
+    assert at == len(said)
+
+
 class Stand:
     """An agent with a courier, and two clients. AssertionError where something is not as it
     should be."""
@@ -188,6 +239,12 @@ class Stand:
         self._regions: list[memoryview] = []
         self.asked: list[dict[int, list[int]]] = []
         """By client, the questions without an answer: the blocks of each, -1 = nobody's."""
+        self.chains: list[dict[int, Chain]] = []
+        """By client, the questions how many blocks there are, without an answer."""
+        self._chain: Chain | None = None
+        """The one that was asked last."""
+        self.counted = 0
+        """Answers that said how many."""
         self.held: list[dict[int, tuple[int, int, int]]] = []
         """By client, what it was given by handle: block, offset and size."""
         self.given = 0
@@ -195,8 +252,8 @@ class Stand:
         self.courier.takes_conveyors = True
         self.conveyor: int | None = None
         """The conveyor from HOME, if there is one,"""
-        self.wanted: list[Wanted] = []
-        """and what was asked for on it and has not come."""
+        self.wanted: list[Wanted | tuple[int, Chain]] = []
+        """and what was asked for on it and has not come; of a chain, with its number."""
         self.conveyed = 0
         """Replies that were right."""
         for _ in range(2):
@@ -231,6 +288,7 @@ class Stand:
         self._regions.append(region)
         self.numbers.append(number)
         self.asked.append({})
+        self.chains.append({})
         self.held.append({})
 
     def _before_python(self, why: int) -> bool:
@@ -270,6 +328,10 @@ class Stand:
     def _told(self, client: int, answer: bytes) -> None:
         told = list(ANSWER.iter_unpack(answer))
         number = told[0][3]
+        if number in self.chains[client]:
+            (only,) = told
+            self._check_count(self.chains[client].pop(number), only)
+            return
         blocks = self.asked[client].pop(number, None)
         assert blocks is not None, f"an answer to no question: {answer.hex()}"
         if len(told) == 1 and told[0][0] == ASK_AGENT:
@@ -291,6 +353,21 @@ class Stand:
             assert digest == digest_of(content_of(block))
             self._look(client, handle)
 
+    def _check_count(self, chain: Chain, told: tuple[int, ...]) -> None:
+        """The answer to a question how many there are."""
+        status, more, _, _, _, _, count, _ = told
+        if status == ASK_AGENT:
+            assert not any(told[4:])
+            self.handed_over += 1
+            return
+        assert status == COUNTED
+        assert chain.home_has is not None or not chain.elsewhere, "nobody has said so"
+        assert count == chain.count
+        settled = count == len(chain.keys) or (chain.certain and self.store.is_all_in_index)
+        assert more == (not settled)
+        assert count or settled, "that says nothing"
+        self.counted += 1
+
     def _look(self, client: int, handle: int) -> None:
         block, offset, size_bytes = self.held[client][handle]
         held = bytes(self.memory[offset : offset + size_bytes])
@@ -301,6 +378,9 @@ class Stand:
         self.courier.prepare(self.now)
         number = self.numbers[client]
         if self.courier.state_of(number) != CLIENT_HERE:
+            return
+        if message[:2] == _EXISTS:
+            self._ask_how_many(client, message)
             return
         wanted: set[tuple[int, bytes]] = set()
         more, rest = divmod(len(message) - QUESTION.size, KEY_BYTES)
@@ -314,7 +394,7 @@ class Stand:
             names = {(NAMESPACE, key_of(each)): each for each in range(BLOCKS)}
             blocks = [names.get((namespace, each), -1) for each in keys]
             if kind == (GET_MANY if more else GET) and deadline_ms <= 3_600_000:
-                if asked in self.asked[client]:
+                if asked in self.asked[client] or asked in self.chains[client]:
                     return  # a client that cannot tell its own questions apart: no answer is wrong
                 self.asked[client][asked] = blocks
         for node, datagram in self.courier.hear(number, message, self.now):
@@ -323,6 +403,38 @@ class Stand:
             assert (frame.namespace, frame.key) in wanted
             self.reads.append(datagram)
         self.settle()
+
+    def _ask_how_many(self, client: int, message: bytes) -> None:
+        more, rest = divmod(len(message) - QUESTION.size, KEY_BYTES)
+        well_formed = 0 <= more < MAX_CHAIN and not rest
+        if well_formed:
+            _, namespace, deadline_ms, asked, key, _ = QUESTION.unpack_from(message)
+            well_formed = deadline_ms <= MAX_DEADLINE_MS
+        if well_formed:
+            if asked in self.asked[client] or asked in self.chains[client]:
+                return  # as of others
+            keys = [key, *(k for (k,) in KEY.iter_unpack(message[QUESTION.size :]))]
+            copies = [self.store.peek(BlockId(namespace, each)) for each in keys]
+            here = frozenset(n for n, copy in enumerate(copies) if copy is not None)
+            self._chain = self.chains[client][asked] = self._begin_chain(keys, here)
+        number = self.numbers[client]
+        assert self.courier.lookups.hear(number, message, self.now) == well_formed
+        self.settle()
+        if not well_formed:  # it is cut off for that
+            self.leave(client)
+
+    def _begin_chain(self, keys: list[bytes], here: frozenset[int]) -> Chain:
+        return Chain(keys, here)
+
+    def ask_how_many(
+        self, client: int, blocks: Sequence[int], *, namespace: int = NAMESPACE
+    ) -> None:
+        """A client asks how many of these there are, counted from the first."""
+        self._next += 1
+        first, *rest = map(key_of, blocks)
+        meaning = self.meaning if namespace == NAMESPACE else 0
+        question = QUESTION.pack(EXISTS, namespace, 1000, self._next, first, meaning)
+        self.say(client, question + b"".join(rest))
 
     def ask(self, client: int, block: int, *, deadline_ms: int = 1000) -> None:
         """A client asks for a block."""
@@ -395,11 +507,19 @@ class Stand:
 
     def _hear_conveyor(self) -> None:
         if self.conveyor is not None:
-            said = self.courier.requests_to_send(self.conveyor)
-            for number, key, digest, start, namespace, rest in REQUEST.iter_unpack(said):
-                assert (namespace, rest) == (NAMESPACE, 0)
-                assert start in (0, SEGMENT_BYTES)
-                self.wanted.append(Wanted(number, key, digest, start))
+            for wanted in requests_in(self.courier.requests_to_send(self.conveyor)):
+                if isinstance(wanted, Wanted):
+                    assert wanted.start in (0, SEGMENT_BYTES)
+                    self.wanted.append(wanted)
+                    continue
+                number, namespace, keys = wanted
+                chain = self._chain
+                assert chain is not None
+                assert chain.asked is None, "of a chain it is asked once"
+                assert namespace == NAMESPACE, "clients may look up no other"
+                assert keys == [chain.keys[place] for place in chain.elsewhere]
+                chain.asked = len(keys)
+                self.wanted.append((number, chain))
             if self.conveyor in self.courier.take_cut_off():
                 self.courier.conveyor_gone(self.now, self.conveyor)
                 self.conveyor, self.wanted = None, []
@@ -410,12 +530,16 @@ class Stand:
             self.courier.brought(self.conveyor, data, self.now)
             self.settle()
 
-    def reply(self, *, spoil: int = 0, pieces: int = 1, of: int | None = None) -> None:
+    def reply(self, *, spoil: int = 0, pieces: int = 1, counted: int = 0) -> None:
         """The home says what was asked for next; `spoil` 1: other bytes, 2: of another copy, 3: of
-        another size, 4: it has nothing, 5: to another request, 6: what there is not, 7: to READ."""
+        another size, 4: it has nothing, 5: to another request, 6: what there is not, 7: to READ.
+        `counted`: what it says of a chain."""
         if not self.wanted:
             return
         wanted = self.wanted.pop(0)
+        if not isinstance(wanted, Wanted):
+            self._reply_to_chain(*wanted, spoil=spoil, pieces=pieces, counted=counted)
+            return
         (block,) = (n for n in range(BLOCKS) if key_of(n) == wanted.key)
         content = content_of(block)
         status = {4: NOT_HERE, 6: 9, 7: READ_IT}.get(spoil, GIVEN_HERE)
@@ -430,9 +554,29 @@ class Stand:
             rest = bytes(len(rest))
         said = header if status in (NOT_HERE, READ_IT) else header + rest
         self.conveyed += spoil == 0
+        self._brought_in(pieces, said)
+
+    def _brought_in(self, pieces: int, said: bytes) -> None:
         size = -(-len(said) // pieces)
         for at in range(0, len(said), size):
             self.brought(said[at : at + size])
+
+    def _reply_to_chain(
+        self, number: int, chain: Chain, *, spoil: int, pieces: int, counted: int
+    ) -> None:
+        """The home says how many it has, as `reply` does; `spoil` 1: more than it was asked about,
+        2: many more, 3: their bytes follow."""
+        assert chain.asked is not None
+        count, certain = counted % (chain.asked + 1), counted & 1
+        status = {3: GIVEN_HERE, 4: NOT_HERE, 6: 9, 7: READ_IT}.get(spoil, REPLY_COUNTED)
+        if spoil in (1, 2):
+            count = chain.asked + 1 if spoil == 1 else 0xFFFF_FFFF
+        right = spoil in (0, 4)
+        if right:
+            chain.home_has, chain.certain = (0, False) if spoil == 4 else (count, bool(certain))
+        self._brought_in(pieces, REPLY.pack(number + (spoil == 5), certain, count, status))
+        assert right == (self.conveyor is not None), "who says such things is left"
+        assert not right or all(chain not in each.values() for each in self.chains)
 
     def miss(self, block: int, *, flags: int = 0, another: int = 0) -> None:
         """The home says that it has no such block, to the last READ; or to one of `another` tag."""
@@ -453,6 +597,7 @@ class Stand:
         """Time goes by, and what is due is done."""
         self.now += seconds
         self.courier.prepare(self.now)
+        self.courier.lookups.expire(self.now)
         self.courier.expire(self.now)
         for node, datagram in self.courier.reads_to_send():
             frame = decode(datagram)
@@ -489,6 +634,7 @@ class Stand:
         self.settle_without(client)
         for each in (self.sessions, self._regions, self.numbers, self.asked, self.held):
             each.pop(client)
+        self.chains.pop(client)
         self._join()
 
     def settle_without(self, client: int) -> None:
@@ -505,6 +651,9 @@ class Stand:
             self.pass_time(4.0)
         self.end_conveyor()
         assert not any(self.asked), f"without an answer: {self.asked}"
+        self.courier.lookups.expire(self.now)
+        self.settle()
+        assert not any(self.chains), f"without an answer: {self.chains}"
         for client in range(2):
             for handle in self.held[client]:
                 self._look(client, handle)
@@ -513,6 +662,7 @@ class Stand:
             session.close()
         self.held = [{}, {}]
         assert not self.courier.in_flight
+        assert not self.courier.lookups.native.in_flight
         self.courier.give_room_back()
         self.pass_time(10.0)
         check_store(self.store)
@@ -540,6 +690,10 @@ class CourierHarness(Harness):
         wrong = bytes([1, 0, 15, 15, 0, 3, 8, 15, 0])
         many = bytes([6, 1, 0, 9, 1, 0, 14, 0, 90, 15, 6, 130, 8, 2, 0]) + bytes([12, 0, 3]) * 7
         conveyed = [many, large + bytes([13, 1, 1]), first + wrong + bytes([13, 0, 5])]
+        chain = bytes([7, 3, 0]) + first + bytes([16, 6, 0, 12, 7, 2, 16, 6, 0, 13, 3, 1])
+        chains = bytes([14, 0, 90, 16, 40, 2]) + ask + bytes([12, 9, 2, 16, 6, 255, 14, 0, 150])
+        longest = QUESTION.pack(EXISTS, 1, 9, 9, key_of(5), 0) + key_of(6) * 7
+        conveyed += [chain, chains, bytes([14, 0, 90, 0, 0, len(longest)]) + longest]
         small = [whole, whole + both, whole + bytes([1, 0, 2]) + data, whole + raw + datagram]
         return [*conveyed, *small]
 
@@ -550,7 +704,7 @@ class CourierHarness(Harness):
             step, what, how = _STEP.unpack_from(data, at)
             at += _STEP.size
             client, block = what % 2, how % BLOCKS
-            match step % 16:
+            match step % 17:
                 case 0:
                     stand.say(client, data[at : at + how])
                     at += how
@@ -588,9 +742,9 @@ class CourierHarness(Harness):
                     stand.leave(client)
                 case 12:
                     stand.begin_conveyor()
-                    stand.reply(pieces=1 + how % 7)
+                    stand.reply(pieces=1 + how % 7, counted=what)
                 case 13:
-                    stand.reply(spoil=how % 7, pieces=1 + what % 5)
+                    stand.reply(spoil=how % 8, pieces=1 + what % 5, counted=what)
                 case 14:
                     if how < 50:
                         stand.expect_large()
@@ -607,6 +761,10 @@ class CourierHarness(Harness):
                     stand.ask_many(client, [(how + n * step_by) % BLOCKS for n in range(count)])
                 case 15:
                     stand.receive(offer_of(LARGE + how % (BLOCKS - LARGE)))
+                case 16:
+                    count = MAX_CHAIN + how % 2 if what > 250 else 1 + what // 2 % 32
+                    blocks = [(how + n) % BLOCKS for n in range(count)]
+                    stand.ask_how_many(client, blocks, namespace=NAMESPACE + how // 250)
                 case _:
                     if how < 200:
                         stand.miss(what % BLOCKS)

@@ -33,13 +33,22 @@ def _steps(rng: random.Random, count: int, *, large: bool = False) -> bytes:
                 steps += bytes([12, 0, rng.randrange(7)])
             steps += bytes([9, block, 0]) * (rng.random() < 0.8)
             continue
+        if large and rng.random() < 0.2:  # how many there are
+            steps += bytes([16, rng.randrange(256), rng.randrange(256)])
+            if rng.random() < 0.4:
+                steps += bytes([1, rng.randrange(200), 13, 15, 0, 1, 8, 13, 0])
+            if rng.random() < 0.9:
+                spoil = rng.choice([0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7])
+                steps += bytes([13, rng.randrange(256), spoil])
+            steps += bytes([14, 0, 90])
+            continue
         if large and rng.random() < 0.2:  # several in one question
             steps += bytes([15, rng.randrange(256), 128 + rng.randrange(128)])
             steps += bytes([8, rng.randrange(BLOCKS), 0]) * 2 + bytes([12, 0, 2]) * rng.randrange(9)
             continue
         if large and rng.random() < 0.3:
             how = rng.choice([0, 90, 90, 90, 150])
-            steps += bytes(rng.choice([[13, rng.randrange(5), rng.randrange(7)], [14, 0, how]]))
+            steps += bytes(rng.choice([[13, rng.randrange(256), rng.randrange(8)], [14, 0, how]]))
             continue
         if rng.random() < 0.4:  # a block of the size that is expected, and then it is forgotten
             block = rng.choice([1, 2, 3, 7, 8, 9])
@@ -79,6 +88,7 @@ def test_the_steps_of_the_test_above_bring_blocks_by_the_courier_and_hand_questi
             CourierHarness().run(_steps(random.Random(seed), 80, large=True))
     conveyed = sum(stand.conveyed for stand in stands)
     assert conveyed > 20
+    assert sum(stand.counted for stand in stands) > 10
     for stand in stands[:12]:
         given += stand.given
         handed_over += stand.handed_over
