@@ -326,7 +326,8 @@ def note_requests(g: Giving, giver: Giver) -> None:
         at += bytes_of(other)
         if other.kind == _BLOCK:
             count += 1
-            if is_met(g.meetings[0], name_of(other.namespace, other.key, other.rest_of_key)):
+            block = name_of(other.namespace, other.key, other.rest_of_key)
+            if may_ask_for(g, giver, other.namespace) and is_met(g.meetings[0], block):
                 met += 1
     if met != 0 and 2 * met >= count:
         giver.to_read = count

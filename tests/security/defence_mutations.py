@@ -655,6 +655,7 @@ CONVEYOR_BRINGS = "as a home, brings by a conveyor what was not asked for"
         CONVEYOR_ASKS: [
             "test_what_a_node_may_not_use_is_not_given",
             "test_a_home_counts_nothing_that_the_node_may_not_use",
+            "test_a_node_learns_nothing_of_who_wants_what_it_may_not_use",
         ]
     },
 )
