@@ -62,8 +62,8 @@ _LATE_PINS: Final = 0.1
 """How often a client that lets go of a block pins it once more, too late."""
 
 Owed = Callable[[int, Name], frozenset[tuple[int, int]]]
-"""(reader, name): the copies, by host and identity, of which one must be readable now; none if
-nothing is owed."""
+"""(reader, name): the copies, by host and identity, of which one must be readable now, and counted
+by `exists`; none if nothing is owed."""
 
 
 _HANDED_OVER: Final = local.GotBlock("handed_over")
@@ -641,28 +641,45 @@ class Client:
         """Ask how long a prefix the pool holds."""
         host, model = self._host, self._model
         keys = [key for _, key in names]
-        here = self._local.prefix(names[0][0], b"".join(keys))
-        model.exist(host.number, names[:here])
-        if here == len(names):
-            return
         namespace = names[0][0]
+        owed = [self._owed(host.number, name) for name in names]
+
+        def told(count: int) -> None:
+            """So many are there, and certainly no more."""
+            model.exist(host.number, names[:count])
+            if count == len(names):
+                return
+            still = owed[count] & self._owed(host.number, names[count])
+            if still:
+                raise ViolationError(
+                    3,
+                    f"host {host.number} was told that {namespace}/{keys[count].hex()} is not "
+                    f"there, which host {min(still)[0]} acknowledged and holds",
+                )
+
+        here = self._local.prefix(namespace, b"".join(keys))
+        if here == len(names):
+            told(here)
+            return
         token = model.begins(host.number, names[0], "exists", host.world.now + 10.0, frozenset())
 
         def ask_agent(here: int) -> None:
+            model.exist(host.number, names[:here])
+
             def answered(reply: local.AgentReply) -> None:
                 model.ends(token)
                 if isinstance(reply, local.Ack):
-                    model.exist(host.number, names[here : here + reply.count])
+                    told(here + reply.count)
 
             number = self._number()
             self._ask(local.Exists(number, namespace, b"".join(keys[here:]), 1.0), number, answered)
 
         def counted(count: int, more: bool) -> None:
             host.world.counts["exists.by_the_courier"] += not more
-            model.exist(host.number, names[here : here + count])
             if more:
                 ask_agent(here + count)
             else:
+                told(here + count)
                 model.ends(token)
 
         meaning = self._local.meaning(namespace)

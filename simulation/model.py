@@ -14,12 +14,12 @@ core or in the codec cannot hide itself here.
 2. Every get and put ends by its deadline (the clock). A READ is held back only while its answer
    is in flight, and all of the answer that follows goes to its reader too (the switch's ports).
 3. An acknowledged put is held by somebody. It is readable while a home of it that acknowledged it
-   lives and keeps it and nothing is wrong (gets in calm times).
+   lives and keeps it and nothing is wrong (gets in calm times; `exists` counts it then).
 4. A segment leaves its home once a coalescing window, and once more for every frame lost (the
    home's cable).
-5. Nothing of a namespace reaches a host that has no right to it. Answers pass only from ports of
-   nodes that answer for the bucket, and frames only from the address that belongs to the port
-   (the switch's ports, and clients).
+5. Nothing of a namespace reaches a host that has no right to it, nor what `exists` counts of it.
+   Answers pass only from ports of nodes that answer for the bucket, and frames only from the
+   address that belongs to the port (the switch's ports, and clients).
 
 Invariants 2 (held back), 4 and 5 are the switch program's only while it is enabled; the others hold
 always, which is invariant 6.
@@ -284,6 +284,10 @@ class Model:
     def exist(self, host: int, names: list[Name]) -> None:
         """A client was told that the pool holds these."""
         for name in names:
+            if not self.may_use(host, name[0]):
+                raise ViolationError(
+                    5, f"host {host} was told of {_show(name)}, to which it has no right"
+                )
             if not self._versions[name]:
                 raise ViolationError(1, f"host {host} was told of {_show(name)}, which nobody put")
 

@@ -25,6 +25,7 @@ from kvcast.controller.core.placement import Placement
 from kvcast.controller.core.residency import Residency
 from kvcast.hostagent.core import agent as agent_core_module
 from kvcast.hostagent.core import cold as cold_module
+from kvcast.hostagent.core import queries
 from kvcast.hostagent.core import ssd as ssd_module
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.handover import Handover
@@ -539,6 +540,16 @@ def _acknowledged_early() -> Any:
         original(self, replace(options, put_ack=ACK_LOCAL), *rest)
 
     return mock.patch.object(Writes, "__init__", init)
+
+
+def _asks_how_many(plan: Plan) -> bool:
+    """Whether a client asks for a prefix while nothing is wrong."""
+    return any(op.kind == "exists" and op.phase != 1 for op in plan.ops)
+
+
+@bug("what homes say that they hold is not counted", 3, only=_asks_how_many)
+def _homes_not_counted() -> Any:
+    return mock.patch.object(queries, "merged", lambda held, _count, _part, _more: held)
 
 
 @bug("a get waits for the fetch that it joined, beyond its own deadline", 2)
