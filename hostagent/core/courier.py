@@ -355,10 +355,11 @@ class Courier:
         mine.answers = ctypes.addressof(self._answers)
         self._batches = self._array(courier.Batch, courier.BATCHES)
         mine.batches = ctypes.addressof(self._batches)
-        for batch in self._batches:
-            answers = bytearray(MAX_MANY * ANSWER.size)
-            self._kept.append(answers)
-            batch.answers = address_of_buffer(answers)
+        # One piece, so that nothing but answers lies behind those of a batch.
+        answers = bytearray(courier.BATCHES * MAX_MANY * ANSWER.size)
+        self._kept.append(answers)
+        for number, batch in enumerate(self._batches):
+            batch.answers = address_of_buffer(answers) + number * MAX_MANY * ANSWER.size
         self._homes = (ctypes.c_uint32 * BUCKETS)(*[NOBODY] * BUCKETS)
         mine.homes = ctypes.addressof(self._homes)
         self.fetching = (ctypes.c_uint32 * BUCKETS)()
