@@ -351,6 +351,9 @@ class Pushing(Struct):
     ended_count: U64
     landed: Ptr[Landed]
     landed_count: U64
+    knows_all: Ptr[U64]
+    """Whether what the index has not is certainly not on this node: no more, once a block was put
+    of which Python, and so the index, does not know."""
     scarce: U64
     """Whether there are few landing places left."""
     wrong: U64
@@ -698,6 +701,7 @@ def _put_ended(p: Pushing, place: U64, now_ns: U64) -> None:
     room.state = ROOM_ENDED
     ended = p.ended[p.ended_count]
     p.ended_count += 1
+    p.knows_all[0] = 0
     ended.room = place
     ended.why = why
     ended.namespace = room.namespace
@@ -880,6 +884,7 @@ def push_landed(p: Pushing, receiver: Receiver, digest: U64) -> None:
     landing.state = LANDING_BOOKED
     landed = p.landed[p.landed_count]
     p.landed_count += 1
+    p.knows_all[0] = 0
     landed.landing = place
     landed.node = receiver.node
     landed.size = push.size

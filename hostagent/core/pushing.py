@@ -148,6 +148,7 @@ class Pushes:
         ):
             setattr(native, name, ctypes.addressof(memory))
         native.courier = courier.address
+        native.knows_all = courier.lookups.knows_all_at
         native.lane = lane
         native.silence_ns = int(SILENCE_S * 1e9)
         native.me = NOBODY

@@ -13,7 +13,8 @@ from kvcast.bench.fuzz.courier import content_of, key_of
 from kvcast.bench.fuzz.pushing import HOME, NAMESPACE, PUTTER, Pair
 from kvcast.hostagent.core import writes
 from kvcast.hostagent.core.courier import CONVEYOR_PAUSE_S, SILENCE_S
-from kvcast.hostagent.core.pushing import STILL_S
+from kvcast.hostagent.core.lookups import Lookups
+from kvcast.hostagent.core.pushing import STILL_S, Pushes
 from kvcast.hostagent.core.writes import ACKS
 from kvcast.protocol.courier import BATCHES
 from kvcast.protocol.links.bulk import PutCall
@@ -169,6 +170,32 @@ def test_a_push_is_booked_once_though_what_hears_of_it_has_the_books_done(pair: 
     pair.move()
     assert heard == [block_of(2)]
     assert home_has(pair, 2)
+    pair.end()
+
+
+def test_nobody_is_told_that_a_block_is_not_here_before_the_books_have_it(pair: Pair) -> None:
+    """Who put it has been told that it is here, and may tell others."""
+    denied = []
+
+    def watch(name: str, pushes: Pushes, lookups: Lookups) -> None:
+        book = pushes.book
+
+        def booked(now: float) -> None:
+            if pushes.untold:
+                denied.append((name, lookups.native.knows_all))
+            book(now)
+
+        pushes.book = booked  # type: ignore[method-assign]
+
+    for name, side in (("home", pair.home), ("putter", pair.putter)):
+        lookups = side.pushes._courier.lookups
+        lookups.prepare(side.core.pool)
+        assert lookups.native.knows_all == 1
+        watch(name, side.pushes, lookups)
+    pair.put(0, pair.alloc(0, 2), 2)
+    pair.move()
+    assert home_has(pair, 2)
+    assert set(denied) == {("home", 0), ("putter", 0)}
     pair.end()
 
 
