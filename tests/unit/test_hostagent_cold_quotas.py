@@ -142,6 +142,13 @@ def shared_out(cloud: Cloud, *counts: int) -> list[Node]:
     return nodes
 
 
+def alone(quota_bytes: int = OBJECT) -> tuple[Cloud, Node]:
+    """An object store, and one node that answers for all of it."""
+    cloud = Cloud(quota_bytes=quota_bytes)
+    (node,) = shared_out(cloud, 16)
+    return cloud, node
+
+
 def test_nodes_together_store_as_much_as_the_quota_allows_and_count_what_they_leave_out() -> None:
     cloud = Cloud(quota_bytes=16 * OBJECT)
     nodes = shared_out(cloud, 12, 4)
@@ -166,8 +173,7 @@ def test_nodes_together_store_as_much_as_the_quota_allows_and_count_what_they_le
 
 
 def test_a_quota_less_than_an_object_keeps_all_out_and_none_keeps_none() -> None:
-    cloud = Cloud(quota_bytes=OBJECT - 1)
-    (node,) = shared_out(cloud, 16)
+    cloud, node = alone(OBJECT - 1)
     node.put(1)
     node.work()
     assert not cloud.objects
@@ -197,8 +203,7 @@ def test_what_is_there_counts_before_anything_is_stored_whoever_put_it() -> None
 
 
 def test_what_others_deleted_is_found_out_when_there_seems_to_be_no_room() -> None:
-    cloud = Cloud(quota_bytes=2 * OBJECT)
-    (node,) = shared_out(cloud, 16)
+    cloud, node = alone(2 * OBJECT)
     for number in range(3):
         node.put(number)
     node.work()
@@ -235,8 +240,7 @@ def test_who_takes_buckets_over_looks_what_is_there_and_who_gave_them_up_stores_
 
 
 def test_an_object_that_was_being_sent_when_a_quota_was_set_counts() -> None:
-    cloud = Cloud(quota_bytes=OBJECT)
-    (node,) = shared_out(cloud, 16)
+    cloud, node = alone()
     node.tier.configure({1: 0.0})
     node.work()
     node.put(1)
@@ -252,8 +256,7 @@ def test_an_object_that_was_being_sent_when_a_quota_was_set_counts() -> None:
 
 
 def test_an_object_of_which_it_is_not_known_whether_it_came_counts() -> None:
-    cloud = Cloud(quota_bytes=OBJECT)
-    (node,) = shared_out(cloud, 16)
+    cloud, node = alone()
     node.work()
     node.put(1)
     node.take()
@@ -265,8 +268,7 @@ def test_an_object_of_which_it_is_not_known_whether_it_came_counts() -> None:
 
 
 def test_an_object_that_takes_the_place_of_another_counts_once() -> None:
-    cloud = Cloud(quota_bytes=OBJECT)
-    (node,) = shared_out(cloud, 16)
+    cloud, node = alone()
     node.put(1)
     node.work()
     node.store.drop(block(1))
@@ -279,8 +281,7 @@ def test_an_object_that_takes_the_place_of_another_counts_once() -> None:
 
 
 def test_an_object_that_is_sent_while_it_is_deleted_counts() -> None:
-    cloud = Cloud(quota_bytes=OBJECT)
-    (node,) = shared_out(cloud, 16)
+    cloud, node = alone()
     node.put(1)
     node.work()
     node.store.drop(block(1))
@@ -296,8 +297,7 @@ def test_an_object_that_is_sent_while_it_is_deleted_counts() -> None:
 
 
 def test_what_waits_when_its_buckets_go_elsewhere_is_not_stored() -> None:
-    cloud = Cloud(quota_bytes=4 * OBJECT)
-    (node,) = shared_out(cloud, 16)
+    cloud, node = alone(4 * OBJECT)
     node.put(1)
     node.take()  # a listing, before which nothing is stored
     node.configure(node.buckets - {bucket_of(block(1).key)})
