@@ -171,8 +171,6 @@ class Giver(Struct):
     """of which so many are done with,"""
     noted: U64
     """and of so many others may know."""
-    may_read: U64
-    """Whether who asks knows READ_IT."""
     to_read: U64
     """So many of the next requests are answered by that."""
     leaving: Annotated[Ptr[Leaving], Inline(LEAVING)]
@@ -286,7 +284,7 @@ def room_for_requests(giver: Giver) -> U64:
     """How many bytes of requests may be read, to `buffer` + `heard`."""
     if giver.used != 0:
         giver.heard -= giver.used
-        giver.noted = giver.noted - giver.used if giver.noted > giver.used else 0
+        giver.noted -= giver.used
         move(giver.buffer, giver.buffer + giver.used, giver.heard)
         giver.used = 0
     return ROOM_BYTES - giver.heard
@@ -307,8 +305,6 @@ def note_requests(g: Giving, giver: Giver) -> None:
     """Let others know of what is asked for and still to be given; and find out whether the rest had
     better be READ: if most of it is wanted by others, too, all of it, since what left here would
     take the link from those READs."""
-    if giver.may_read == 0:
-        return
     while is_whole(giver, giver.noted):
         asked = Request.at(giver.buffer + giver.noted)
         if asked.kind > _CHAIN or (asked.kind == _CHAIN and asked.start > MAX_CHAIN):
@@ -348,8 +344,6 @@ def forget_requests(g: Giving, giver: Giver) -> None:
 def is_to_be_read(g: Giving, giver: Giver, asked: Request, here: U64) -> bool:
     """The turn of a request has come, for a block that lies `here` (0: it does not): whether who
     asks had better READ it."""
-    if giver.may_read == 0:
-        return False
     block = name_of(asked.namespace, asked.key, asked.rest_of_key)
     read = is_met(g.meetings[0], block)
     if giver.to_read != 0:
@@ -578,7 +572,6 @@ class Givers:
         self._pins[CELLS_USED_WORD] = max(self._pins[CELLS_USED_WORD], (number + 1) * LEAVING)
         giver = self.givers[number]
         giver.node = node
-        giver.may_read = 1
         giver.noted = giver.to_read = 0
         giver.gone = giver.heard = giver.used = giver.first = giver.count = giver.pending = 0
         return number

@@ -199,7 +199,7 @@ class Serving:
         if self._meetings is not None and index is not None:
             self._meetings.leaves(now, BlockId(namespace, wanted.key), index)
 
-    def bring(self, now: float, get: BulkGet, then: Callable[[], None]) -> bool:
+    def bring(self, now: float, get: BulkGet, then: Callable[[float], None]) -> bool:
         """Bring blocks of a get that was not refused from the tier below, the first of them; `then`
         is called once, when they are here or are not to be waited for. False: nothing is to be
         waited for."""
@@ -209,7 +209,7 @@ class Serving:
             nonlocal left
             left -= 1
             if left == 0:
-                then()
+                then(max(now, self._store.now))
 
         begun = 0
         for wanted in get.blocks:

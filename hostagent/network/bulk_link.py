@@ -291,9 +291,7 @@ class BulkServer:
             if node is not None and link.pushes and self.pushes is not None:
                 self.pushes.take_from(driver.detach(), node.index, node.node_id)
             elif node is not None and self.conveyors is not None and not link.pushes:
-                self.conveyors.give_to(
-                    *(driver.detach(), node.index, node.node_id), may_read=link.may_read
-                )
+                self.conveyors.give_to(driver.detach(), node.index, node.node_id)
             link.end(asyncio.get_running_loop().time())
             driver.flush()
 

@@ -289,7 +289,6 @@ class ConveyorSockets:
         self._roles = roles
         self._given_to = given
         self.gives = lane != 0
-        self._may_read = False
         conveyors: Any = ctypes_of(Conveyors)()
         self._conveyors = conveyors
         self._gives = Givers(lane, pins, meetings, courier.lookups.knows_all_at)
@@ -332,17 +331,14 @@ class ConveyorSockets:
         """No connection was to be had to that node."""
         self._courier.conveyor_failed(now, node)
 
-    def give_to(self, sock: socket.socket, node: int, node_id: str, *, may_read: bool) -> None:
-        """There is a connection on which that node asks for blocks, instead of any before.
-        `may_read`: whether it may be told to READ them."""
-        self._may_read = may_read
+    def give_to(self, sock: socket.socket, node: int, node_id: str) -> None:
+        """There is a connection on which that node asks for blocks, instead of any before."""
         if not self._givers.add(sock, node, node_id):
             sock.close()
 
     def _begin_to_give(self, number: int, sock: socket.socket) -> bool:
         giver = self._gives.givers[number]
         giver.fd = sock.fileno()
-        giver.may_read = self._may_read
         self._gives.native.ready = giver.ready = 1  # what it has said may be there already
         return self._roles.give_to(sock.fileno(), number)
 

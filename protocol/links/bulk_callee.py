@@ -109,8 +109,9 @@ class BulkService(Protocol[S]):
     def convey(self, caller: str, convey: BulkConvey) -> str:
         """DONE: the connection may become a conveyor."""
 
-    def bring(self, now: float, get: BulkGet, then: Callable[[], None]) -> bool:
-        """Whether the blocks' bytes are to be waited for; if so, `then` is called once."""
+    def bring(self, now: float, get: BulkGet, then: Callable[[float], None]) -> bool:
+        """Whether the blocks' bytes are to be waited for; if so, `then` is called once,
+        with the present time."""
 
     def is_below(self, namespace: int, block: WantedBlock) -> bool:
         """Whether the block can be had, but not at once."""
@@ -156,9 +157,7 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         """What became of those of the same put that have come."""
         self._conveys = False
         self.pushes = False
-        """Whether the caller is to push blocks on this connection, if it `conveys`,"""
-        self.may_read = False
-        """and whether it may be told to READ what it asks for there."""
+        """Whether the caller is to push blocks on this connection, if it `conveys`."""
         self._sending: list[S] = []
         """The copies whose bytes are leaving,"""
         self._namespace = 0
@@ -209,7 +208,6 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
             case BulkConvey():
                 status = service.convey(caller, message)
                 self.pushes = message.pushes
-                self.may_read = message.may_read
                 self._conveys = self._held_up = status == DONE
                 self._send(BulkDone(status))
             case _:
@@ -273,11 +271,11 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         if not self._held_up:
             self._send_part(now)
 
-    def _brought(self) -> None:
+    def _brought(self, now: float) -> None:
         """What the present get waited for is there, or will not be."""
         if not self.closed and self._held_up:
             self._held_up = False
-            self._send_part(self._part_at)
+            self._send_part(now)
             self.wake()
 
     def _send_part(self, now: float) -> None:

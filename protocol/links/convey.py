@@ -38,7 +38,7 @@ class ConveyCall(LinkStream[BulkDone]):
     def connected(self) -> None:
         """The connection stands."""
         self._send(BulkHello(BULK_PROTOCOL_VERSION, self._node_id))
-        self._send(BulkConvey(CONVEYOR_VERSION, self._pushes, may_read=not self._pushes))
+        self._send(BulkConvey(CONVEYOR_VERSION, self._pushes))
 
     def end(self, now: float) -> None:
         """Close; harmless when repeated."""

@@ -151,11 +151,10 @@ class BulkExists(Struct, frozen=True, tag="exists"):
 class BulkConvey(Struct, frozen=True, tag="convey"):
     """Let this connection be a conveyor (`kvcast.protocol.conveyor`): nothing of what is said here
     is said on it any more. `pushes`: not for blocks to be asked for, but for the caller to push
-    them (`kvcast.protocol.pushing`). `may_read`: the caller knows READ_IT for an answer."""
+    them (`kvcast.protocol.pushing`)."""
 
     version: U16
     pushes: bool = False
-    may_read: bool = False
 
 
 CONVEYOR_VERSION: Final = 3

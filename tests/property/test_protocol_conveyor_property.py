@@ -163,21 +163,6 @@ def test_what_two_ask_for_before_its_turn_has_come_both_are_told_to_read() -> No
     assert home.given == 1
 
 
-def test_who_does_not_know_of_companies_is_given_what_it_asks_for() -> None:
-    home = Home()
-    assert home.put(12) is not None
-    other = home.givers.begin(READER + 1)
-    assert home.number is not None
-    assert other is not None
-    home.givers.givers[other].may_read = 0
-    for number in (home.number, other):
-        home.givers.hear(number, request(1, 12))
-    for number in (home.number, other):
-        out = home.givers.bytes_to_send(number, 1 << 20)
-        assert REPLY.unpack_from(out)[3] == GIVEN_HERE
-        home.book()
-
-
 def test_a_node_learns_nothing_of_who_wants_what_it_may_not_use() -> None:
     home = Home()
     assert home.put(1) is not None
@@ -325,11 +310,10 @@ class Asked(NamedTuple):
 class Reader:
     """One connection, and what its home should say there."""
 
-    def __init__(self, home: ManyReaders, number: int, node: int, *, may_read: bool) -> None:
+    def __init__(self, home: ManyReaders, number: int, node: int) -> None:
         self.home = home
         self.number = number
         self.node = node
-        self.may_read = may_read
         self.gone = False
         self._said = b""
         """Requests, as far as they are no whole one,"""
@@ -388,13 +372,12 @@ class Reader:
             knows_all = self.home.knows_all.value
             return REPLY.pack(asked.number, knows_all, count, COUNTED) if allowed else nothing
         (block,), (copy,) = asked.blocks, copies
-        if self.may_read:
-            read = bool(self._to_read) or table.is_met(now, block)
-            self._to_read = max(0, self._to_read - 1)
-            if read and allowed and copy is not None:
-                table.told(now, block, self.node)
-                return REPLY.pack(asked.number, 0, 0, READ_IT)
-            table.leaves(now, block, self.node)
+        read = bool(self._to_read) or table.is_met(now, block)
+        self._to_read = max(0, self._to_read - 1)
+        if read and allowed and copy is not None:
+            table.told(now, block, self.node)
+            return REPLY.pack(asked.number, 0, 0, READ_IT)
+        table.leaves(now, block, self.node)
         if not allowed or copy is None or asked.start >= copy.size_bytes:
             return nothing
         if asked.digest not in (0, copy.digest):
@@ -407,8 +390,7 @@ class Reader:
         while len(self._leaving) < at_most and self._queue:
             if self._replies == LEAVING or len(self._leaving) >= GATHER_BYTES:
                 break
-            if self.may_read:
-                self._note()
+            self._note()
             asked, size = self._queue[0]
             if asked is None:
                 self.gone = True
@@ -417,7 +399,7 @@ class Reader:
             self._noted = max(0, self._noted - 1)
             self.bytes_there -= size
             reply = self._reply(asked)
-            self.home.replies[REPLY.unpack_from(reply)[3], self.may_read] += 1
+            self.home.replies[REPLY.unpack_from(reply)[3]] += 1
             self._leaving += reply
             self._replies += 1
         data, self._leaving = self._leaving[:at_most], self._leaving[at_most:]
@@ -439,7 +421,7 @@ class ManyReaders(Home):
         self.rng = random.Random(seed)
         self.table = Table()
         self.now = 1.0
-        self.replies: Counter[tuple[int, bool]] = Counter()
+        self.replies: Counter[int] = Counter()
         assert self.number is not None
         self.givers.end(self.number)
         self.readers = [self._begin(node) for node in (READER, READER + 1, READER + 1, READER + 3)]
@@ -449,9 +431,7 @@ class ManyReaders(Home):
     def _begin(self, node: int) -> Reader:
         number = self.givers.begin(node)
         assert number is not None
-        may_read = self.rng.random() < 0.8
-        self.givers.givers[number].may_read = may_read
-        return Reader(self, number, node, may_read=may_read)
+        return Reader(self, number, node)
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -556,17 +536,14 @@ def test_several_readers_are_told_what_the_model_says_byte_by_byte(seed: int) ->
 
 
 def test_the_steps_of_the_test_above_have_every_kind_of_reply() -> None:
-    replies: Counter[tuple[int, bool]] = Counter()
+    replies: Counter[int] = Counter()
     for seed in range(3):
         home = ManyReaders(seed)
         for _ in range(1500):
             home.some_step()
         replies += home.replies
-    for status in (GIVEN_HERE, NOT_HERE, COUNTED):
-        assert replies[status, True] > 20
-        assert replies[status, False] > 20
-    assert replies[READ_IT, True] > 20
-    assert not replies[READ_IT, False]
+    for status in (GIVEN_HERE, NOT_HERE, COUNTED, READ_IT):
+        assert replies[status] > 20
 
 
 class Both(Stand):

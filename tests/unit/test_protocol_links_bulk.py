@@ -113,12 +113,12 @@ class Service:
     """and what was asked for and is still to be given."""
     at_once: int = 1
 
-    def bring(self, _now: float, get: BulkGet, then: Callable[[], None]) -> bool:
+    def bring(self, now: float, get: BulkGet, then: Callable[[float], None]) -> bool:
         keys = [block.key for block in get.blocks if block.key in self.below][: self.at_once]
 
         def come() -> None:
             self.held.update({key: self.below.pop(key) for key in keys})
-            then()
+            then(now)
 
         self.brought = come if keys else None
         return bool(keys)
