@@ -25,6 +25,7 @@ from kvcast.service.link_driver import (
     LEAST_WINDOW_BYTES,
     MOST_WINDOW_BYTES,
     PIECE_BYTES,
+    UNSENT_BYTES,
     ConnectingDriver,
     LinkDriver,
     give_up_after,
@@ -177,6 +178,25 @@ async def test_who_is_not_let_in_is_not_listened_to() -> None:
         with suppress(OSError):  # a reset is no answer, either
             assert await reader.read() == b""
         assert core.given_bytes == 0
+
+
+async def test_the_kernel_is_given_little_that_it_cannot_send() -> None:
+    """What it has been given can no more be decided otherwise."""
+    core = Core()
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: driver_of(core), "127.0.0.1", 0)
+    async with server:
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 << 10)
+            sock.setblocking(False)
+            await loop.sock_connect(sock, server.sockets[0].getsockname()[:2])
+            await loop.sock_sendall(sock, said(Give()))
+            before = -1
+            while before < core.given_bytes or not before:  # until it takes no more
+                before = core.given_bytes
+                await asyncio.sleep(0.1)
+            assert core.given_bytes < 2 * UNSENT_BYTES < BLOCK_BYTES
+        await asyncio.wait_for(core.ended, 10)
 
 
 async def test_a_connect_that_hangs_is_given_up_when_the_core_says_so() -> None:
