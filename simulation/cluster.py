@@ -303,7 +303,9 @@ class Cluster:
         if process is None:
             return True
         store = process.core.store
-        return store.counters.evictions > 0 or bool(store.why_gone(BlockId(*name)))
+        # What a block takes along, when it is dropped, is gone as well, and says no reason.
+        gone = store.counters.evictions + store.counters.orphaned
+        return gone > 0 or bool(store.why_gone(BlockId(*name)))
 
     def drain(self, node_id: str) -> Callable[[], None] | None:
         """An operator drains a node; gives what undoes it. None: it cannot be."""
