@@ -118,6 +118,8 @@ BATCHES: Final = 16
 """Questions for many blocks in flight."""
 HEADS: Final = 256
 LANDINGS: Final = 256
+MOST_HOMES: Final = 8
+"""Of one block; what further ones say or hold is the agent's to find out."""
 MOST_REPAIRS: Final = 3
 """READs for chunks that are missing, of one question."""
 LEAST_PART: Final = 2
@@ -445,6 +447,8 @@ class Courier(Struct):
     """READs that are still to be sent."""
     homes: Ptr[U32]
     """By bucket, the node that is asked; NOBODY = the courier asks nobody."""
+    all_homes: U64
+    """By number, and of each by bucket, the other nodes that are homes, as `Lookups.homes`."""
     fetching: Ptr[U32]
     """By bucket, how many blocks Python is fetching."""
     index: Ptr[U64]
@@ -1081,6 +1085,16 @@ def is_asked(asked: Asked, source: U64) -> bool:
 
 
 @native
+def is_home(courier: Courier, rest_of_key: U64, node: U64) -> bool:
+    """Whether that other node is one of a block's homes."""
+    bucket = bucket_of_key(rest_of_key)
+    for i in range(MOST_HOMES):
+        if u16_at(courier.all_homes)[i * BUCKETS + bucket] == node:
+            return True
+    return False
+
+
+@native
 def is_right(wanted: U64, digest: U64) -> bool:
     """Whether bytes are those of the copy that was sent."""
     return wanted == digest
@@ -1096,9 +1110,28 @@ def frame_came(courier: Courier, at: U64, length: U64, source: U64, now_ns: U64)
     if number == MAX_ASKED or op == OP_READ:  # which somebody asks of us
         return False
     courier.frames += 1
-    if is_asked(courier.asked[number], source):
+    asked = courier.asked[number]
+    if is_asked(asked, source):
         _answered(courier, number, at, length, now_ns)
+    elif asked.state == _ASKED and is_home(courier, asked.rest_of_key, source):
+        _answered_elsewhere(courier, number, at, length, source, now_ns)
     return True
+
+
+@native
+def _answered_elsewhere(
+    courier: Courier, number: U64, at: U64, length: U64, source: U64, now_ns: U64
+) -> None:
+    """Another home of a question's block says something. A switch joins READs of a block whichever
+    of its homes they ask, and gives the answer of the one that it has passed on to all."""
+    if swap16(u16_at(at + _FLAGS_AT)[0]) & FLAG_SHARED == 0:
+        return
+    op = bytes_at(at)[_OP_AT]
+    if op == OP_DATA:
+        courier.asked[number].home = source
+        _answered(courier, number, at, length, now_ns)
+    elif op == OP_MISS:
+        give_up(courier, number, MISSED)
 
 
 @native

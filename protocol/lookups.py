@@ -40,6 +40,7 @@ from kvcast.protocol.chains import choose_nodes, find_held
 from kvcast.protocol.conveyor import COUNTED as REPLY_COUNTED
 from kvcast.protocol.conveyor import NODES, NOT_HERE, Taker, ask_for_count, next_expected
 from kvcast.protocol.courier import (
+    MOST_HOMES,
     NOBODY,
     Courier,
     Question,
@@ -56,8 +57,6 @@ from kvcast.protocol.messages.wire import BUCKETS, KEY_BYTES
 
 LOOKUPS: Final = 16
 """Questions in flight; more are the agent's to answer."""
-ROUNDS: Final = 8
-"""Homes of a key that are asked; whether further ones hold it is the agent's to find out."""
 _LOOKUP_BIT: Final = 1 << 62
 _ASKED_BIT: Final = 1 << 63
 """What the courier asks conveyors for has this one."""
@@ -285,7 +284,7 @@ def _settle_lookup(s: Lookups, number: U64, now_ns: U64) -> None:
         lookup.round += 1
         key = u64_at(lookup.keys + lookup.gap * KEY_BYTES)
         at = lookup.round * BUCKETS + bucket_of_key(0 + key[1])
-        if lookup.round == ROUNDS:
+        if lookup.round == MOST_HOMES:
             lookup.certain = 0
         elif u16_at(s.homes)[at] != NO_HOME:
             node = 0 + u16_at(s.homes)[at]

@@ -52,6 +52,7 @@ from kvcast.protocol.courier import (
     LANDING_PUSHED,
     LEAST_PART,
     MAX_ASKED,
+    MOST_HOMES,
     Answer,
     Courier,
     Landing,
@@ -88,8 +89,6 @@ NODES: Final = 64
 """Nodes that one pushes blocks to, and that push blocks to it; others go by calls."""
 ROOMS: Final = 512
 """Rooms that clients have, of all together."""
-MOST_HOMES: Final = 8
-"""Of one block; where there are more, the agent puts it."""
 PUSHES: Final = 128
 """Blocks on one connection without a verdict."""
 VERDICTS_AT_ONCE: Final = 32

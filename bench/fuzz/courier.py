@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final, NamedTuple
 
+import msgspec
 from kvcast.bench.fuzz.engine import Harness
 from kvcast.bench.fuzz.entry_points import check_store
 from kvcast.bench.fuzz.targets import entry_point, pool_map
@@ -260,8 +261,9 @@ class Stand:
             self._join()
         self._next = 1
 
-    def new_map(self, *, version: str | None = None) -> None:
-        """A map says that everything is at HOME; `version`: the namespace means another thing."""
+    def new_map(self, *, version: str | None = None, homes: tuple[int, ...] = (HOME,)) -> None:
+        """A map says that everything is at HOME, or at several; `version`: the namespace means
+        another thing."""
         found = pool_map()
         (namespace,) = found.namespaces
         if version is not None:
@@ -271,8 +273,15 @@ class Stand:
             )
         self.meaning = meaning_of(namespace)
         self._epoch += 1
-        changed = type(found)(
-            *(self._epoch, found.nodes, [[HOME]] * len(found.buckets), [namespace], found.groups)
+        other = msgspec.structs.replace(
+            found.nodes[-1], index=HOME + 1, node_id="node-3", ip="10.77.0.3"
+        )
+        changed = msgspec.structs.replace(
+            found,
+            epoch=self._epoch,
+            nodes=[*found.nodes, other],
+            buckets=[list(homes)] * len(found.buckets),
+            namespaces=[namespace],
         )
         self.core.control_message(self.now, changed)
         self.core.requester.placement.know({HOME_IP: HOME, HOME_IP + 1: HOME + 1})
@@ -578,8 +587,8 @@ class Stand:
         assert right == (self.conveyor is not None), "who says such things is left"
         assert not right or all(chain not in each.values() for each in self.chains)
 
-    def miss(self, block: int, *, flags: int = 0, another: int = 0) -> None:
-        """The home says that it has no such block, to the last READ; or to one of `another` tag."""
+    def miss(self, block: int, *, flags: int = 0, another: int = 0, home: int = HOME_IP) -> None:
+        """A home says that it has no such block, to the last READ; or to one of `another` tag."""
         frame = decode(self.reads[-1]) if self.reads else None
         tag = (frame.tag if frame is not None else 0) ^ another
         self.receive(
@@ -590,7 +599,8 @@ class Stand:
                     chunk=MISS_NOT_FOUND,
                     tag=tag,
                 )
-            )
+            ),
+            home,
         )
 
     def pass_time(self, seconds: float) -> None:
@@ -767,7 +777,8 @@ class CourierHarness(Harness):
                     stand.ask_how_many(client, blocks, namespace=NAMESPACE + how // 250)
                 case _:
                     if how < 200:
-                        stand.miss(what % BLOCKS)
+                        shared_too = FLAG_SHARED if how > 100 else 0
+                        stand.miss(what % BLOCKS, flags=shared_too, home=HOME_IP + what // 64 % 2)
                     elif how < 230:
                         stand.sessions[client].handle(
                             stand.now,
@@ -775,6 +786,7 @@ class CourierHarness(Harness):
                         )
                         stand.settle()
                     else:
-                        stand.new_map(version=str(what))
+                        homes = (HOME, HOME + 1) if what > 128 else (HOME,)
+                        stand.new_map(version=str(what), homes=homes)
                         stand.settle()
         stand.end()

@@ -381,6 +381,7 @@ class Courier:
         self.lookups = Lookups(
             store, self.address, index_address=index_address, index_bits=index_bits
         )
+        mine.all_homes = self.lookups.native.homes
 
     def _array(self, kind: Any, count: int) -> Any:
         return (ctypes_of(kind) * count)()

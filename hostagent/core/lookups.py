@@ -16,12 +16,13 @@ from kvcast.native.subset import ctypes_of
 from kvcast.protocol import lookups
 from kvcast.protocol.chains import NOBODY
 from kvcast.protocol.conveyor import NODES
+from kvcast.protocol.courier import MOST_HOMES
 from kvcast.protocol.lane import NativeLane
 from kvcast.protocol.messages.questions import MAX_CHAIN
 from kvcast.protocol.messages.shared import entries_offset
 from kvcast.protocol.messages.wire import BUCKETS, KEY_BYTES
 
-_HOMES: Final = lookups.ROUNDS * BUCKETS
+_HOMES: Final = MOST_HOMES * BUCKETS
 
 
 class Lookups:
@@ -70,7 +71,7 @@ class Lookups:
         for bucket in range(BUCKETS if pool is not None else 0):
             assert pool is not None
             others = [node for node in pool.homes_of_bucket(bucket) if node != pool.index]
-            for number, node in enumerate(others[: lookups.ROUNDS]):
+            for number, node in enumerate(others[:MOST_HOMES]):
                 homes[number * BUCKETS + bucket] = node
         ctypes.memmove(self._homes, (ctypes.c_uint16 * _HOMES)(*homes), 2 * _HOMES)
 

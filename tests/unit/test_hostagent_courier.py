@@ -365,6 +365,31 @@ def test_a_miss_that_a_switch_gives_to_all_who_wait_has_the_tag_of_the_first(sta
     _handed_over(stand, "missed")
 
 
+def test_what_a_switch_shares_of_another_home_is_taken(stand: Stand) -> None:
+    stand.new_map(homes=(HOME, HOME + 1))
+    stand.pass_time(0.001)
+    stand.ask(0, 2)
+    for chunk in range(LAST + 1):  # of a READ that is over
+        stand.receive(frame_of(2, chunk, flags=FLAG_LAST * (chunk == LAST)), HOME_IP + 1)
+    assert stand.given == 0
+    for chunk in range(LAST + 1):
+        flags = FLAG_SHARED | FLAG_LAST * (chunk == LAST)
+        stand.receive(frame_of(2, chunk, flags=flags), HOME_IP + 1)
+    assert stand.given == 1
+    assert not reasons(stand)
+    stand.end()
+
+
+def test_a_miss_of_another_home_that_a_switch_shares_is_handed_over(stand: Stand) -> None:
+    stand.new_map(homes=(HOME, HOME + 1))
+    stand.pass_time(0.001)
+    stand.ask(0, 2)
+    stand.miss(2, home=HOME_IP + 1)
+    assert not reasons(stand), "the answer to another READ"
+    stand.miss(2, home=HOME_IP + 1, flags=FLAG_SHARED)
+    _handed_over(stand, "missed")
+
+
 def test_bytes_that_are_not_the_digests_are_handed_over(stand: Stand) -> None:
     stand.ask(0, 2)
     for chunk in range(LAST + 1):
