@@ -1087,11 +1087,10 @@ def is_asked(asked: Asked, source: U64) -> bool:
 @native
 def is_home(courier: Courier, rest_of_key: U64, node: U64) -> bool:
     """Whether that other node is one of a block's homes."""
-    bucket = bucket_of_key(rest_of_key)
-    for i in range(MOST_HOMES):
-        if u16_at(courier.all_homes)[i * BUCKETS + bucket] == node:
-            return True
-    return False
+    at = bucket_of_key(rest_of_key)
+    while at < MOST_HOMES * BUCKETS and u16_at(courier.all_homes)[at] != node:
+        at += BUCKETS
+    return at < MOST_HOMES * BUCKETS
 
 
 @native

@@ -95,6 +95,7 @@ class Operator:
             return None
         number = rng.choice(there)
         planned = self._planned[number]
+        self._let_use(number)  # agents may have heard of it though no map has told of it
         process.delete_namespace(number)
         self._deletions[planned] += 1
         self._pending[number] = process
@@ -122,8 +123,7 @@ class Operator:
                 continue
             self._planned[number] = planned
             self._numbers[planned] = number
-            users = self._plan.rights.get(planned, self._plan.rights[OPEN])
-            self._model.lets_use(number, users)
+            self._let_use(number)
         if any(name != process.name for name in self._gone_by.values()):
             self.state_lost()  # controllers do not tell each other of deletions
         for number, by in list(self._pending.items()):
@@ -133,6 +133,10 @@ class Operator:
                 self._world.counts["namespaces_deleted"] += 1
                 self._gone_since[number] = pool_map.epoch
                 self._model.retire(number)
+
+    def _let_use(self, number: int) -> None:
+        users = self._plan.rights.get(self._planned[number], self._plan.rights[OPEN])
+        self._model.lets_use(number, users)
 
     def number_of(self, planned: int) -> int:
         """What stands for a namespace of the plan, as the last map says it."""

@@ -488,6 +488,28 @@ class Pool:
         self._map_changed = True
         self.tiers.forget((namespace,), now, "the namespace was deleted")
         self.hot.forget((namespace,), now, "the namespace was deleted")
+        waiting, self._replies = self._replies, []
+        for reply in waiting:
+            self._keep_waiting(reply, namespace, now)
+
+    def _keep_waiting(self, reply: Send, deleted: int, now: float) -> None:
+        """An answer that waits for the switch goes on waiting. If it names what has just been
+        deleted, the question is answered anew: an engine that asks makes the namespace again."""
+        said_of = (NamespaceReply, GroupReply)
+        answer = reply.message if isinstance(reply.message, said_of) else None
+        if answer is None or answer.info.namespace != deleted:
+            self._replies.append(reply)
+        elif reply.connection not in self._nodes_of:
+            pass  # nobody waits for it
+        elif isinstance(answer, NamespaceReply):
+            said = answer.info
+            parts = (said.tenant, said.model, said.version, said.layout)
+            question = NamespaceRequest(answer.request, *parts)
+            answers = self._namespace(reply.connection, question, now)
+            self._replies += [action for action in answers if isinstance(action, Send)]
+        else:
+            refused = Refused(f"namespace {deleted} was deleted", answer.request)
+            self._replies.append(Send(reply.connection, refused))
 
     def _may_use(self, namespace: int, node_id: str) -> bool:
         """Whether a node may use a namespace."""

@@ -603,6 +603,10 @@ class AgentCore:
         elif isinstance(message, Refused):
             self._found(message.request, None, local.INVALID, message.reason)
         elif isinstance(message, NamespaceReply):
+            if self.pool is not None and message.info.namespace in self.pool.deleted:
+                reason = f"namespace {message.info.namespace} was deleted meanwhile"
+                self._found(message.request, None, local.UNAVAILABLE, reason)
+                return
             if self.pool is not None:
                 self.pool.namespaces.setdefault(message.info.namespace, message.info)
                 self._apply_settings(self.pool)

@@ -34,13 +34,12 @@ from kvcast.hostagent.tiers.ledger import MOMENT_BYTES, Ledger
 from kvcast.native.subset import ctypes_of
 from kvcast.protocol import pushing
 from kvcast.protocol.bounded_map import BoundedMap
-from kvcast.protocol.courier import RECORD, RECORDS
+from kvcast.protocol.courier import MOST_HOMES, RECORD, RECORDS
 from kvcast.protocol.messages.questions import ACKS
 from kvcast.protocol.messages.wire import BUCKETS, BlockId, digest_of
 from kvcast.protocol.placement import address_of_buffer
 from kvcast.protocol.pushing import (
     DIGEST,
-    MOST_HOMES,
     NOBODY,
     NODES,
     NOWHERE,

@@ -309,6 +309,32 @@ def test_namespaces_are_answered_when_the_switch_lets_them_through() -> None:
     assert driver.take(2, PoolMap)[-1].namespaces == [reply.info]
 
 
+def test_an_answer_that_waits_for_the_switch_names_nothing_that_was_deleted_meanwhile() -> None:
+    driver = Driver()
+    driver.join(1, 2, 3)
+    kept = driver.namespace()
+    question = NamespaceRequest(5, tenant="t", model="m", version="2", layout="l")
+    first, _ = driver.pool.make_namespace("t", "m", "2", "l", driver.now)
+    for node in (1, 2):
+        driver.say(node, question)
+    driver.say(3, GroupRequest(6, first.namespace, ["node-1", "node-3"]))
+    driver.say(3, GroupRequest(7, kept, ["node-1", "node-3"]))
+    driver.pool.disconnected(2)
+    driver.pool.delete_namespace(first.namespace, driver.now)
+    driver.round()
+    (reply,) = driver.take(1, NamespaceReply)
+    assert reply.request == 5
+    assert reply.info.namespace != first.namespace, "made again for whoever asks"
+    pool_map = driver.take(1, PoolMap)[-1]
+    assert reply.info in pool_map.namespaces
+    assert pool_map.deleted == [first.namespace]
+    assert not driver.take(2, NamespaceReply)
+    (refused,) = driver.take(3, Refused)
+    assert refused.request == 6
+    assert "was deleted" in refused.reason
+    assert [reply.request for reply in driver.take(3, GroupReply)] == [7]
+
+
 def test_a_namespace_gets_the_same_number_from_a_controller_that_knows_nothing() -> None:
     """Readers and engines keep numbers for as long as they live; that of one namespace must not
     come to stand for another, in whatever order they are made anew."""

@@ -1136,6 +1136,23 @@ def test_a_namespace_that_the_controller_has_forgotten_is_asked_for_again_and_ke
     assert node.get(1)[0].status == local.OK
 
 
+def test_an_answer_about_what_was_deleted_meanwhile_makes_nothing_known() -> None:
+    node = connected(pool_of([2])[0])
+    found: list[tuple[str, str]] = []
+    node.core.ask_controller(
+        lambda number: NamespaceRequest(number, "t", "m", "2", "l"),
+        lambda _info, status, reason: found.append((status, reason)),
+    )
+    (asked,) = heard(node)
+    changed = pool_map([2], epoch=2)
+    node.take_map(msgspec.structs.replace(changed, deleted=[7]))
+    node.core.control_message(
+        node.now, NamespaceReply(asked.request, NamespaceInfo(7, "t", "m", "2", "l"))
+    )
+    assert found == [(local.UNAVAILABLE, "namespace 7 was deleted meanwhile")]
+    assert node.core.reads.refusal(7) == local.UNKNOWN_NAMESPACE
+
+
 def test_it_is_asked_for_on_the_next_connection_where_the_last_one_broke() -> None:
     node = connected(pool_of([2])[0])
     node.hold(1, b"worth keeping")

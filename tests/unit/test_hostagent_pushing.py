@@ -16,7 +16,7 @@ from kvcast.hostagent.core.courier import CONVEYOR_PAUSE_S, SILENCE_S
 from kvcast.hostagent.core.lookups import Lookups
 from kvcast.hostagent.core.pushing import STILL_S, Pushes
 from kvcast.hostagent.core.writes import ACKS
-from kvcast.protocol.courier import BATCHES
+from kvcast.protocol.courier import BATCHES, MOST_HOMES
 from kvcast.protocol.links.bulk import PutCall
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.questions import (
@@ -36,7 +36,6 @@ from kvcast.protocol.pushing import (
     HAS_IT,
     HAS_IT_NOT,
     LANDED,
-    MOST_HOMES,
     MOST_UNWANTED,
     NODES,
     PUSH,
