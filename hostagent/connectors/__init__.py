@@ -8,7 +8,7 @@ library.
 |---|---|
 | decisions without I/O | `planner`, `loads`, `transfers`, `found`, `weighing`, `health`, `idling` |
 | names, options, counts | `naming`, `options`, `counters` |
-| the thread that talks to the agent | `agent_link`; by our plan `link`, by the engine's `block_link` |
+| the thread to the agent | `agent_link`; by our plan `link`, by the engine's `block_link` |
 | an engine's memory | `torch_memory` |
 
 `vllm_plugin` is what vLLM loads at its start.
