@@ -36,7 +36,7 @@ $(VENV)/.kvcast-files: force
 .PHONY: force
 force:
 
-# p4runtime-shell pins an old protobuf, so it gets an environment of its own. It is an independent
+# p4runtime-shell needs an old protobuf, so it gets an environment of its own. It is an independent
 # client in the tests and the console of `kvcast shell`.
 setup-shell: $(SHELL_VENV)/.installed ## make .venv-p4rt-shell with p4runtime-shell
 $(SHELL_VENV)/.installed:

@@ -3,33 +3,46 @@
 Owns: which parts run, in which order, and the report's fields. Must not know: how a flow travels
 (`kvcast.simulation.flows`), or how the document looks (`evaluate_document`).
 
-Its parts, each a question: is the simulation right (calibration, against the packet-level pool in
-virtual time and, unless `--no-pool`, against real agents and a real switch over emulated links);
-does it cost those whom it brings nothing (adaptive, real agents too); how
-large a pool can it say something about (scale); what belongs in the switch's memory (memory);
-what else would do (alternatives); where is the frontier; and what is it sensitive to.
+Its parts, each a question:
 
-Fields: `calibration_error_max` (largest relative error of home egress or fetch time, over all
-workloads; `calibration_error_max_virtual` and `_pool` say it of either pool alone),
-`chat_p50_over_plain` and `chat_p99_over_plain`, and the same of each trace (what a get takes on
-real agents behind kvcast, as it adapts, over what it takes behind a plain switch; `_low` and
-`_high`: within which that is, were other turns and gets drawn),
-`value_over_optimum_min` (bytes of hits over those of an optimum that knows the future),
-`best_online_over_optimum_min` (what the best policy that does not know it makes of that, ours and
-others, if it hears of each read and fills in no time), `value_over_best_online_min` (over those of
-the best such policy but ours), `value_over_optimum_after_fill_min` (over the optimum of the reads
-alone that a controller beside the switch can have answered),
-`value_over_reachable_optimum_min` (the same, where such a controller hears of reads no sooner
-than in a pool), `value_over_reachable_min` (the same of those rows alone
-whose reachable optimum answers `WORTH_COMPARING` of the bytes read or more: of next to nothing a
-policy has all or none), `value_over_best_told_as_late_min` (over those of the best of the others,
-if they heard of reads when our controller does, and what they let in were filled by the next read,
-as in the switch), `value_over_best_as_a_switch_fills_min` (the same, but told of each read at once;
-no bound, and neither is the former: ours is another rule, and is above 1 where it does better;
-these and the other ratio to the others are null where the extra `policies` is not installed),
-`hosts_max`, `seconds_per_simulated_hour_10k` (of real time; extrapolated from
-`seconds_simulated_of_the_hour_10k` where that is below 3600, since the time for it ran out; that
-is said on stderr, too).
+- calibration: is the simulation right? It is compared with the packet-level pool in virtual time
+  and, unless `--no-pool`, with real agents and a real switch over emulated links.
+- adaptive: does kvcast cost those whom it brings nothing? With real agents, too.
+- scale: how large a pool can it say something about?
+- memory: what belongs in the switch's memory?
+- alternatives: what else would do?
+- sizes: from which size on, at which rate of links?
+- layers: what is a switch worth that holds the first layers of many blocks?
+- frontier: where does it begin to pay?
+- sensitivity: what is that sensitive to?
+
+Fields of the report:
+
+- `calibration_error_max`: relative error of home egress or fetch time, over all workloads.
+  `calibration_error_max_virtual` and `_pool` say it of either pool alone.
+- `chat_p50_over_plain`, `chat_p99_over_plain`, and the same of each trace: the time of a get on
+  real agents behind kvcast, as it adapts, over that behind a plain switch. `_low` and `_high` are
+  the range of that, had other turns and gets been drawn.
+- `value_over_…`: the bytes that our policy of the switch's memory answers, over those that
+  something else would answer:
+
+  | field | over |
+  |---|---|
+  | `value_over_optimum_min` | an optimum that knows the future |
+  | `value_over_optimum_after_fill_min` | that of the reads that a controller can have answered |
+  | `value_over_reachable_optimum_min` | the same, where it hears of reads as late as in a pool |
+  | `value_over_reachable_min` | the same, of the rows with enough to win (`WORTH_COMPARING`) |
+  | `value_over_best_online_min` | the best policy of others, told of each read, filling at once |
+  | `value_over_best_told_as_late_min` | theirs, told when ours is, filled as in a switch |
+  | `value_over_best_as_a_switch_fills_min` | theirs, told of each read, filled as in a switch |
+
+  The last two are no bounds: ours is another rule, and is above 1 where it does better. The last
+  three are null where the extra `policies` is not installed.
+- `best_online_over_optimum_min`: the best policy that does not know the future, ours among them,
+  over the optimum, if it is told of each read and fills at once.
+- `hosts_max`.
+- `seconds_per_simulated_hour_10k`: real time for an hour of ten thousand hosts. Where time ran out
+  before, `seconds_simulated_of_the_hour_10k` is below 3600, and this is extrapolated from it.
 """
 
 from __future__ import annotations

@@ -10,32 +10,38 @@ with messages of a block's length, once with polling and once with events: the b
 `read_over_ib_read_bw` = bytes a second of blocks that are asked for and read, with all that the
 link does for them but one: digests are not made, as `ib_read_bw` makes none either.
 `checked_read_over_ib_read_bw` is the same with digests, as agents always have it. In an emulated
-machine the two are further apart, since there xxh3 makes 0.5 GB/s at best, on real processors above
-10 GB/s (`digest_bytes_per_s` is what this processor makes). Rounds alternate, and of each
-kind the fastest counts, since whatever else the machine does only makes one slower. In the emulated
-machine both
-sides share its two processors: the ratios say what the link costs beside the card's own work there,
-and no rate says anything of a real card. After each round the bytes of all blocks are compared one
-by one (`wrong_bytes`).
+machine the two are further apart: xxh3 makes 0.5 GB/s there at best, and above 10 GB/s on real
+processors (`digest_bytes_per_s` is what this processor makes). Rounds alternate, and of each kind
+the fastest counts, since whatever else the machine does only makes one slower. In the emulated
+machine both sides share its two processors. So the ratios say what the link costs beside the card's
+own work there, and no rate says anything of a real card. After each round the bytes of all blocks
+are compared one by one (`wrong_bytes`).
 
-Before that, in the same boot, shared answers (`rdma_shared`): `shared_home_egress_ratio` = bytes
-that the home's card sent over the blocks' bytes, the worse of two and of three readers, all of whom
-have asked for everything before the home answers; `shared_blocks_by_rdma` of `shared_blocks` came
-by RDMA WRITE to their last chunk; `shared_icrc_dropped` = RoCE packets that reached the machines of
-these readers and that their cards did not take; `shared_loss_egress_ratio` = the first, for three
-readers, with 1 % loss on each link; `reader_cpu_over_udp` = processor time a byte of a reader's
-agent over that by DATA, the least of some long rounds each. It is the agent's process alone, system
-calls included, without what it takes when nothing is asked of it: interrupts are kept off its
-processor, since what they cost is the card's work for RDMA, which Soft-RoCE does, and the kernel's
-own for UDP. The machine counts it, and counts as the agent's when its host ran something else; so
-other load makes it more. `reader_cpu_bare_counted_over_udp` is what a process takes that only
-counts the WRITEs that its card reports, of as many bytes, and `reader_cpu_bare_checked_over_udp`
-one that copies them and makes digests, too (`rdma_bare`): no reader comes below that on such a
-card. `reader_cpu_over_udp_with_idle` is the same with what an idle agent takes,
-`reader_machine_cpu_over_udp` of all that the machine does, and `reader_processor_over_udp` what its
-processor for the agent takes of the processors below the emulation, idle or not, however busy these
-are. `shared_rounds` has all of it, and rounds without shared answers beside them: by the agents'
-own RDMA link, and by TCP without kvcast. `--picture FILE` draws them.
+Before that, in the same boot, shared answers are measured (`rdma_shared`):
+
+- `shared_home_egress_ratio`: bytes that the home's card sent over the blocks' bytes; the worse of
+  two and of three readers. All readers have asked for everything before the home answers.
+- `shared_loss_egress_ratio`: the same for three readers, with 1 % loss on each link.
+- `shared_blocks_by_rdma` of `shared_blocks`: those that came by RDMA WRITE to their last chunk.
+- `shared_icrc_dropped`: RoCE packets that reached these readers, and that their cards did not take.
+
+Then what a byte costs a reader's processor, over what it costs by DATA; each is the least of some
+long rounds:
+
+- `reader_cpu_over_udp`: the agent's process alone, system calls included, without what an idle
+  agent takes. Interrupts are kept off its processor: for RDMA they are the work of the card, which
+  Soft-RoCE does, and for UDP the kernel's. The machine counts this time. It counts it as the
+  agent's, too, when its host runs something else, so other load makes it more.
+- `reader_cpu_over_udp_with_idle`: the same with what an idle agent takes.
+- `reader_machine_cpu_over_udp`: all that the machine does.
+- `reader_processor_over_udp`: what the emulated processor of the agent takes of the real ones, idle
+  or not.
+- `reader_cpu_bare_counted_over_udp`: a process that only counts the WRITEs that its card reports.
+  `reader_cpu_bare_checked_over_udp`: one that also copies them and makes digests (`rdma_bare`). No
+  reader comes below that on such a card.
+
+`shared_rounds` has all of it, and beside it rounds without shared answers: by the agents' own RDMA
+link, and by TCP without kvcast. `--picture FILE` draws them.
 
 The report is written after each round, with what is known by then; `missing` names the figures that
 are not. A run ends after `--limit` seconds at the latest, wherever it is then, and says so.

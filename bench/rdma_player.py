@@ -46,7 +46,7 @@ def _agent_pid() -> int:
     raise RuntimeError("there is no agent")
 
 
-def _pin(agents: set[int], others: set[int]) -> None:
+def _bind(agents: set[int], others: set[int]) -> None:
     """Which processors the agent has, and which whatever else runs here; what comes for the network
     card keeps to the first of these."""
     for name in Path("/proc/irq").glob("[0-9]*/smp_affinity"):
@@ -142,11 +142,11 @@ async def _play(folder: Path) -> None:
         if what == "end":
             return
         said: dict[str, Any] = {}
-        if what == "pin":
-            _pin({1}, {0})
+        if what == "bind":
+            _bind({1}, {0})
             said = await _idle()
-        elif what == "unpin":
-            _pin({0, 1}, {0, 1})
+        elif what == "unbind":
+            _bind({0, 1}, {0, 1})
         elif what in ("stop", "go on"):
             os.kill(_agent_pid(), signal.SIGSTOP if what == "stop" else signal.SIGCONT)
         elif what == "connect":

@@ -150,10 +150,10 @@ class Bed:
         for answer in [player.ask("connect") for player in self._players]:
             self._namespace = (await answer.said())["namespace"]
 
-    async def pin(self) -> None:
+    async def bind(self) -> None:
         """From now on every agent has a processor to itself; and what it takes when nothing is
         asked of it is known, and none of a byte's cost."""
-        answers = [player.ask("pin") for player in self._players]
+        answers = [player.ask("bind") for player in self._players]
         for node, answer in zip(self.nodes, answers, strict=True):
             said = await answer.said()
             self._idle_s_per_s[node] = said["agent_s"]
@@ -165,7 +165,7 @@ class Bed:
 
     async def keep_last(self) -> None:
         """Power all machines off but the last, and end what runs there."""
-        await self._players[-1].ask("unpin").said()
+        await self._players[-1].ask("unbind").said()
         self.end()
         last = self.network.machines[self.nodes[-1]]
         words = ["pkill", "-9", "-f", "kvcast.hostagent.daemon"]
@@ -339,7 +339,7 @@ async def measure(
 
     async def play(bed: Bed) -> None:
         await bed.wait_for_zones()
-        await bed.pin()
+        await bed.bind()
         await bed.round(3)  # so that all is where it is needed
         for readers in (1, 2, 3):
             await note(f"{readers} by RDMA", bed.round(readers))

@@ -9,8 +9,8 @@ engine.
     python -m kvcast.bench.route --trace requests.jsonl --loads 0.5,0.8 --json route.json
 
 A trace is in Mooncake's form (`kvcast.workloads.traces`). Its times are scaled, so that the load is
-what `--loads` says: the computing that is left if whatever was seen before were held everywhere,
-over the engines' time. 1.0 can hardly be reached by any router.
+what `--loads` says. The load is the time that all engines together must compute, if each held
+everything that any of them has seen, over the time that they have. Hardly any router reaches 1.0.
 
 Compared with: `round_robin`; `prefix_hash`, by the hash of the prompt's beginning, of the lengths
 `--prefix-hash-tokens` the one with the best p99; `prefix_hash_bounded`, the same unless that engine

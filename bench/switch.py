@@ -63,6 +63,7 @@ from kvcast.service.statistics import ratio
 from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.llvm.switch import CompiledSwitch
 from kvcast.switchsim.reference.switch import Switch
+from kvcast.topologies.namespaces import CLONE_NEWNET
 from kvcast.topologies.pool import find_simple_switch
 
 NOW_US = 10_000_000
@@ -85,7 +86,6 @@ _BMV2_OFFERS = (60_000.0, 100_000.0, 0.0)
 _TAIL_BYTES, _TAIL_LINES = 4096, 4
 """How much of what a process said before it failed is told."""
 
-_CLONE_NEWNET: Final = 0x40000000
 _IGNORE_OUTGOING: Final = 23
 
 
@@ -724,7 +724,7 @@ def _inside(repeats: int) -> int:
 
 def _enter_namespace() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(_CLONE_NEWNET) != 0:
+    if libc.unshare(CLONE_NEWNET) != 0:
         raise BenchError(f"no network namespace: {os.strerror(ctypes.get_errno())}")
 
 

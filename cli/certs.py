@@ -1,7 +1,7 @@
 """`kvcast certs`: a cluster's certificates, in one command.
 
 Owns: the command line, and telling what goes where. Must not know: what stands in a certificate
-(`authority`).
+(`kvcast.service.authority`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvcast.bench import outage
 from kvcast.bench.demo import DemoOptions, Reporter, run
 from kvcast.service import reports
-from kvcast.service.commands import EXIT_FAILED, EXIT_OK, run_command
+from kvcast.service.commands import EXIT_FAILED, EXIT_OK, add_log_level, run_command
 from kvcast.service.options import HelpFormatter
 from kvcast.service.values import parse_size
 from kvcast.topologies.star import Star
@@ -128,12 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, default=Path("kvcast-out"), metavar="DIR", help="picture, page, logs"
     )
-    parser.add_argument(
-        "--log-level",
-        choices=["debug", "info", "warning", "error"],
-        default="warning",
-        help="debug shows tracebacks",
-    )
+    add_log_level(parser)
     return parser
 
 

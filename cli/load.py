@@ -20,7 +20,7 @@ _EXAMPLES = """\
 examples:
   kvcast load --socket /run/kvcast/agent.sock --model /models/llama-8b
   kvcast load --socket /run/kvcast/agent.sock --model /models/llama-8b --model-version 2
-  kvcast load --socket /run/kvcast/agent.sock --model /models/llama-8b --pin
+  kvcast load --socket /run/kvcast/agent.sock --model /models/llama-8b --assure
   kvcast fetch --socket /run/kvcast/agent.sock --model llama-8b --to /local/llama-8b   (any node)"""
 
 
@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
         "kvcast load",
         "Put a folder of files into the pool, block by block, and print its identity. What the pool"
         " holds already is not put again. The pool is a cache: what is not asked for gives way to"
-        " what is, so fetch it while it is there, or have it pinned.",
+        " what is, so fetch it while it is there, or have its room assured.",
         _EXAMPLES,
     )
     parser.add_argument(
@@ -44,16 +44,16 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="of the blocks that files are cut into",
     )
-    pinning = parser.add_argument_group(
-        "pinning", "what --pin asks of the controller, which lets operators alone"
+    assuring = parser.add_argument_group(
+        "assuring", "what --assure asks of the controller, which lets operators alone"
     )
-    pinning.add_argument(
-        "--pin",
+    assuring.add_argument(
+        "--assure",
         action="store_true",
         help="let no other namespace's blocks take the folder's room in DRAM, on any node, until"
         " kvcast namespace set NUMBER --assured dram=0, or delete NUMBER",
     )
-    add_controller_options(pinning)
+    add_controller_options(assuring)
     return parser
 
 
@@ -72,14 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _load(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    if options.pin:
+    if options.assure:
         check_api_options(parser, options)
     name = options.name or options.model.resolve().name
     named(name)
     found = sources(options.model)
     total = sum(source.size_bytes for source in found)
     async with connected_to_folder(options, name) as (client, namespace):
-        if options.pin:  # first: else what others put meanwhile may displace what is there
+        if options.assure:  # first: else what others put meanwhile may displace what is there
             room_bytes = most_room(found, options.block_size)
             settings = {"assured_bytes": {"dram": room_bytes}}
             body = {"namespace": namespace, "settings": settings}
@@ -93,6 +93,6 @@ async def _load(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         print(
             f"{name}: {loaded.files} files, {loaded.size_bytes:,} bytes in {loaded.blocks} blocks,"
             f" of which {loaded.put_blocks} are new"
-            f"{f', pinned as namespace {namespace}' if options.pin else ''}\n{loaded.identity}"
+            f"{f', assured as namespace {namespace}' if options.assure else ''}\n{loaded.identity}"
         )
     return EXIT_OK

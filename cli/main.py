@@ -36,7 +36,7 @@ EXTRAS = {
     "switch": ("finsy", "google.protobuf", "grpc", "llvmlite"),
 }
 """What is imported from each extra of pyproject.toml."""
-EXTRAS["bench"] = tuple(sorted({"matplotlib", "networkx"}.union(*EXTRAS.values())))
+EXTRAS["bench"] = tuple(sorted({"matplotlib"}.union(*EXTRAS.values())))
 
 
 _AGENT = "kvcast.cli.agent_blocks"

@@ -1,6 +1,6 @@
 """`kvcast shell`: p4runtime-shell on a running switch.
 
-Owns: where p4runtime-shell is looked for. Must not know: P4Runtime. The shell pins an old
+Owns: where p4runtime-shell is looked for. Must not know: P4Runtime. The shell needs an old
 protobuf and therefore lives in an environment of its own (`make setup-shell`), whose Python is
 started here.
 """

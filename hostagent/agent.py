@@ -37,11 +37,7 @@ from kvcast.hostagent.network.datagrams import (
     UdpTransport,
     credit_of_buffer,
 )
-from kvcast.hostagent.network.interfaces import (
-    ETHERNET_MTU_BYTES,
-    interface_bits_per_s,
-    interface_mtu,
-)
+from kvcast.hostagent.network.interfaces import interface_bits_per_s, interface_mtu
 from kvcast.hostagent.network.lander import hashing
 from kvcast.hostagent.network.landing_zone import ZoneKeeper
 from kvcast.hostagent.network.local_server import LocalServer
@@ -68,7 +64,7 @@ from kvcast.protocol.links.cards import LinkCard
 from kvcast.protocol.links.rdma import VerbsError
 from kvcast.protocol.links.stream import LinkError
 from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register
-from kvcast.protocol.messages.ethernet import Endpoint, parse_ip, parse_mac
+from kvcast.protocol.messages.ethernet import ETHERNET_MTU_BYTES, Endpoint, parse_ip, parse_mac
 from kvcast.protocol.messages.questions import FIRST_HANDLE
 from kvcast.protocol.messages.roce import SHARED_CHUNKING
 from kvcast.protocol.messages.shared import REGION_BYTES, index_bytes
@@ -218,8 +214,7 @@ class Agent:
         self.rdma_port = await self._use_rdma(stack)
         self.ssd: SsdOfAgent | None = None
         if options.ssd.is_used:
-            owner = f"node {agent_options.node_id} of cluster {options.arena.cluster}"
-            self.ssd = SsdOfAgent(self.core, options.ssd, owner, self.transport.pump)
+            self.ssd = SsdOfAgent(self.core, options.ssd, options.owner, self.transport.pump)
             stack.push_async_callback(self.ssd.close)
             self.ssd.start(patient=standing is not None)
         self.cold: ColdOfAgent | None = None

@@ -130,3 +130,8 @@ class Options:
     """Of the agent's random numbers (tags, jitter); None = from the system."""
     credentials: Credentials | None = None
     """With them, the control link and the bulk link are TLS, both ways; without, plain."""
+
+    @property
+    def owner(self) -> str:
+        """Whose files are this agent's, as kept arenas and disks say it and operators read it."""
+        return f"node {self.agent.node_id} of cluster {self.arena.cluster}"

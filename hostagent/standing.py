@@ -55,9 +55,8 @@ def kept_options(options: Options) -> KeptOptions:
     """Which files an agent with these options keeps."""
     arena = options.arena
     assert arena.path is not None
-    owner = f"node {options.agent.node_id} of cluster {arena.cluster}"
     return KeptOptions(
-        *(owner, arena.path, index_path_of(options), arena.size_bytes, arena.slab_bytes),
+        *(options.owner, arena.path, index_path_of(options), arena.size_bytes, arena.slab_bytes),
         reserve=arena.reserve,
     )
 

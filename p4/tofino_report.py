@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcast.p4.tofino_behaviour import stage_tables_of
+from kvcast.protocol.messages.wire import CHUNK_BYTES, CHUNKS_PER_SEGMENT
 
 SRAM_BLOCKS = 80
 """A stage's SRAM blocks, of 1024 words of 128 bits."""
@@ -29,7 +30,6 @@ NO_STAGE = -1
 """Where context.json puts what the parser does."""
 CELL = re.compile(r"\.cell_w(\d+)_(\w+)$")
 """A register of the cells: its word in a row, and its bank."""
-CHUNK_BYTES = 1024
 WORD_BYTES = 4
 
 
@@ -148,7 +148,7 @@ def report(context: dict[str, Any], target: str, slots: int, compiler: str) -> d
         "stages": 1 + max(last_stage.values()),
         "ingress_stages": 1 + last_stage["ingress"],
         "egress_stages": 1 + last_stage["egress"],
-        "value_bytes_per_pipe": slots * 64 * CHUNK_BYTES,
+        "value_bytes_per_pipe": slots * CHUNKS_PER_SEGMENT * CHUNK_BYTES,
         "value_register_bytes_per_pipe": sum(cells.values()) * WORD_BYTES,
         "slots": slots,
         "pending_entries": sum(pending),

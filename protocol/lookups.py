@@ -6,12 +6,14 @@ what follows from the replies. Must not know: sockets, clocks, or what a home lo
 (`kvcast.protocol.conveyor`).
 
 What this node's index has is known. Of the other keys all homes are asked at once, one request a
-node, how many of theirs they hold without a gap; the least of these gaps is the end of the prefix,
-unless another home of that key holds it: they are asked one after the other. What lies behind a gap
-that is filled so is the agent's to find out, as is everything behind a key that may lie where
-compiled code does not look (a disk, an object store): the answer says so. So is a whole question
-that has found no room, no conveyor, or one that has something else to bring, and one whose homes
-are silent: it keeps nothing, and the client asks by the socket.
+node: how many of theirs do they hold, counted from the first without a gap? The first gap of all is
+the end of the prefix, unless another home of that key holds it. Those homes are asked one after the
+other.
+
+The answer says from which key on the agent must be asked: behind a gap that another home has
+filled, and behind a key that may lie where compiled code does not look (a disk, an object store).
+The client asks the agent for a whole question if there is no room for it, if there is no conveyor
+or it has something else to bring, and if homes are silent. Nothing is kept of such a question.
 """
 
 from __future__ import annotations

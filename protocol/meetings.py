@@ -4,15 +4,16 @@ Owns: which blocks nodes have asked this home for by TCP and are still to be giv
 had better READ instead, since another node wants the block, too. Must not know: sockets, clocks,
 what was asked before or comes after, or how a READ is answered.
 
-A node asks by TCP for what nobody else seemed to want; from then on it does not look whether
-anybody does. If another asks for the same block before its turn has come, by TCP or by a READ, both
-are told (`COMPANY`) and READ it: the switch joins READs. What has begun to leave is not called
-back. Who was told READs, and does not ask by TCP again for that fetch; so each goes from one way to
-the other once at most, and a node that is told in vain, since the other went away, has what READs
-give it.
+A node asks by TCP for what nobody else seemed to want, and then does not look whether anybody does.
+Another node may ask for the same block, by TCP or by a READ, before the first one's turn has come.
+Then both are told (`COMPANY`), and both READ it, since the switch joins READs. What has begun to
+leave is not called back. A node that was told does not ask by TCP again for that fetch, so each
+changes its way once at most. If the other has gone away meanwhile, READs bring the block all the
+same.
 
-A table of `WISHES` places, one a block, by a hash of its name: of two blocks with one place the
-first is forgotten, which costs what it did before. Compiled code and Python use the same table.
+The table has `WISHES` places, and a block has one by a hash of its name. Of two blocks with the
+same place the first is forgotten; its readers then do not meet. Compiled code and Python use the
+same table.
 """
 
 from __future__ import annotations

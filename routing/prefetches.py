@@ -3,9 +3,9 @@
 Owns: who is told, how many at once, and what the answers teach. Must not know: how blocks are
 fetched (the agent does), or how engines are chosen.
 
-An agent answers how long a prefix of the keys the pool holds, and the router learns from it: what
-it took for held in the pool, and is not, is taken out of its index; the rest is taken to lie on
-that node from now on, for as long as what is expected counts.
+An agent answers how many of the keys, from the first on, the pool holds, and the router learns from
+that. Blocks that it believed in the pool, and that are not there, leave its index. The others count
+as lying on that node from now on, as long as what is expected counts (`core.index`).
 """
 
 from __future__ import annotations

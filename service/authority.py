@@ -1,8 +1,8 @@
 """A cluster's certificate authority, and the certificates that it gives to the cluster's parts.
 
 Owns: what stands in them, how long they last, and the files. Must not know: how a part uses them
-(`tls`), or the command line (`certs`). Specification: RFC 5280; keys are ECDSA on P-256, which all
-TLS libraries take, gRPC's among them.
+(`tls`), or the command line (`kvcast.cli.certs`). Specification: RFC 5280; keys are ECDSA on
+P-256, which all TLS libraries take, gRPC's among them.
 
     FOLDER/ca.pem, ca-key.pem             the authority; its key is needed only to make certificates
     FOLDER/controller/{cert,key,ca}.pem   one folder a part, to be copied to where it runs

@@ -2,8 +2,8 @@
 streams.
 
 Owns: what `kvcast.hostagent.network.bulk_link` owns, without sockets. Must not know: what is said,
-why a call is made, or what a request deserves. A transport other than TCP (RDMA) joins here: it
-makes `GetCall`s and `PutCall`s some other way, and reports the same.
+why a call is made, or what a request deserves. A further transport joins beside it, as `rdma` has:
+it makes `GetCall`s and `PutCall`s some other way, and reports the same.
 """
 
 from __future__ import annotations

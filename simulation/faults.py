@@ -7,7 +7,7 @@ Owns: the table `FAULTS`. Must not know: when (`plan.py`), or what must hold all
 else follows: the plan draws it, reports count it, failures shrink by it.
 
 - a kind of fault: an entry in `FAULTS` here;
-- a transport: `bulk.py` (TCP) and `rdma.py`, which make the calls that a core asks for;
+- a transport: beside `bulk.py` (TCP) and `rdma.py`, which make the calls that a core asks for;
 - a tier (a disk): `agent.agent_core`, which makes the core of a new process over what its machine
   still holds, and `SimHost`, which is what outlives a process.
 """

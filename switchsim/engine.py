@@ -25,6 +25,8 @@ EngineName: TypeAlias = Literal["llvm", "reference"]
 MAX_GROUP = 32767
 """Highest multicast group and clone session, as in BMv2."""
 
+MAX_PORT = 511
+"""A port is a bit<9>."""
 MAX_REPLICAS = 4096
 """Replicas of one group or session."""
 

@@ -24,12 +24,11 @@ from kvcast.service.options import (
     read_options,
 )
 from kvcast.service.tls import TlsError, TlsFiles
-from kvcast.switchsim.engine import EngineName
+from kvcast.switchsim.engine import MAX_PORT, EngineName
 from kvcast.switchsim.ports.port import PortError, PortOptions
 from kvcast.switchsim.ports.spec import PortSpec, parse_port
 
 DEFAULT_ENGINE: EngineName = "llvm"
-MAX_PORT = 511  # bit<9>
 _PORT: Final = PortOptions()
 CPU_PORT: Final[int | None] = 255
 

@@ -32,7 +32,7 @@ from kvcast.service.addresses import AGENTS_PORT, HTTP_PORT, P4RUNTIME_PORT
 from kvcast.topologies.network import NetworkError
 from kvcast.topologies.star import Host, Star
 
-_CLONE_NEWNET = 0x40000000
+CLONE_NEWNET = 0x40000000
 _SIOCETHTOOL = 0x8946
 _OFFLOADS_OFF = (
     0x00000015,  # ETHTOOL_SRXCSUM
@@ -99,7 +99,7 @@ def socket_in(namespace: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> 
         try:
             descriptor = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                if setns(descriptor, _CLONE_NEWNET) != 0:
+                if setns(descriptor, CLONE_NEWNET) != 0:
                     number = ctypes.get_errno()
                     raise OSError(number, os.strerror(number), str(namespace))
             finally:

@@ -200,14 +200,15 @@ class Adaptive:
     def _known(self) -> list[int]:
         return [n for n in self._namespaces if self._said(n) is not None]
 
-    def _pinned(self, namespace: int, thing: Thing) -> str:
+    def _ordered(self, namespace: int, thing: Thing) -> str:
+        """What the operator wants of it, "on" or "off"; "" = what pays."""
         said = self._said(namespace)
         return "" if said is None else getattr(said, thing)
 
     def _is_on(self, namespace: int, thing: Thing) -> bool:
-        pinned = self._pinned(namespace, thing)
-        if pinned:
-            return pinned == "on"
+        ordered = self._ordered(namespace, thing)
+        if ordered:
+            return ordered == "on"
         mine = self._namespaces.get(namespace)
         return mine is None or not self.options.enabled or mine.of(thing).on
 
@@ -217,13 +218,13 @@ class Adaptive:
         for namespace in sorted(self._known()):
             for thing in THINGS:
                 choice = self._namespaces[namespace].of(thing)
-                pinned = self._pinned(namespace, thing)
+                ordered = self._ordered(namespace, thing)
                 rows.append(
                     {
                         "namespace": namespace,
                         "thing": thing,
                         "on": self._is_on(namespace, thing),
-                        "why": f"an operator said {pinned}" if pinned else choice.why,
+                        "why": f"an operator said {ordered}" if ordered else choice.why,
                         "since_s": round(now - choice.since, 1),
                         "pays_share": round(choice.pays.share, 4),
                         "hint_share": round(choice.hint.share, 4),

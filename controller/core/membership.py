@@ -31,13 +31,13 @@ import ipaddress
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvcast.p4.targets import MAX_PORTS
 from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, NodeInfo, Register
-from kvcast.protocol.messages.ethernet import unicast_mac
+from kvcast.protocol.messages.ethernet import ETHERNET_MTU_BYTES, unicast_mac
 
-MAX_LIVE_NODES = 32
-"""The switch program's port bitmap is 32 bits wide. As many nodes again may be known that are dead;
-beyond that the one that is dead for longest is forgotten."""
-ETHERNET_MTU_BYTES = 1500
+MAX_LIVE_NODES = MAX_PORTS
+"""As many again may be known that are dead; beyond that the one that is dead for longest is
+forgotten."""
 
 
 class RegistrationError(ValueError):

@@ -38,7 +38,7 @@ from kvcast.controller.core.membership import (
 from kvcast.controller.core.multicast_groups import MulticastGroups
 from kvcast.controller.core.namespaces import Group, NamespaceError, Namespaces, TenantRules
 from kvcast.controller.core.placement import Placement, place
-from kvcast.controller.core.reconcile import SwitchState
+from kvcast.controller.core.reconcile import PORT_SET, SwitchState
 from kvcast.controller.core.replicas import (
     FIRST_REQUEST,
     HotReplicas,
@@ -583,7 +583,7 @@ class Pool:
     def found(self, actual: SwitchState) -> None:
         """What a switch was read to hold: adopt its port sets, and rest slots it has in use."""
         for (table, match), action in actual.entries.items():
-            if table == program.PORT_SET and action.name == "set_group":
+            if table == PORT_SET and action.name == "set_group":
                 (bits,) = match
                 place_ = action.params[0] - program.PORT_SET_BASE
                 if isinstance(bits, int):

@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from kvcast.controller.core.membership import Address
 from kvcast.controller.core.namespaces import Group
 from kvcast.controller.core.reconcile import (
+    PORT_SET,
+    SETTINGS,
     ActionCall,
     DigestConfig,
     EntryKey,
@@ -41,7 +43,6 @@ from kvcast.protocol.messages import roce
 from kvcast.protocol.messages.control import NamespaceInfo
 from kvcast.protocol.messages.wire import BUCKETS
 
-SETTINGS = "settings"
 L2_FORWARD = "l2_forward"
 IPV4_ROUTE = "ipv4_route"
 PORT_GUARD = "port_guard"
@@ -49,7 +50,6 @@ NAMESPACE_GUARD = "namespace_guard"
 BUCKET_HOME = "bucket_home"
 READER_GROUP = "reader_group"
 RESIDENT = "resident"
-PORT_SET = "port_set"
 EGRESS_HOST = "egress_host"
 RDMA_TARGET = "rdma_target"
 LANDING_ZONE = "landing_zone"

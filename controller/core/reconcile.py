@@ -27,7 +27,8 @@ Replica: TypeAlias = tuple[int, int]
 """(egress port, replication id)."""
 
 SETTINGS = "settings"
-SAFE_WITHOUT = frozenset({"port_set"})
+PORT_SET = "port_set"
+SAFE_WITHOUT = frozenset({PORT_SET})
 """Tables whose default action serves every packet rightly."""
 
 

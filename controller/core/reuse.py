@@ -3,13 +3,13 @@
 Owns: the times between two reads of a block, by powers of two, and the chance that follows. Must
 not know: blocks, rules, slots; it is told of times in seconds.
 
-Nobody says when a block has had its last read, and what lies in the switch without being read is
-room lost. So the chance that another read comes is learned from all blocks (Kaplan and Meier,
-"Nonparametric Estimation from Incomplete Observations", 1958): of those that were unread for so
-long, the share that was read before twice as long had passed, and so on for each power of two; a
-block that waits still counts for as long as it has waited. Those that were read once are apart from
-those that were read again, since most blocks have one reader. (In processors' caches: dead-block
-prediction; Lai, Fide, Falsafi, ISCA 2001.)
+Nobody says when a block has had its last read, and a block that lies in the switch without being
+read takes room for nothing. So the chance of another read is learned from all blocks (Kaplan and
+Meier, "Nonparametric Estimation from Incomplete Observations", 1958). For each power of two there
+is a share: of the blocks that were unread for so long, how many were read before twice as long had
+passed? A block that still waits counts for as long as it has waited. Blocks that were read once are
+counted apart from those that were read again, since most blocks have one reader. (Processors'
+caches call this dead-block prediction; Lai, Fide, Falsafi, ISCA 2001.)
 
 What few blocks have shown is not believed: a share begins at that of the time before, which weighs
 as much as `PRIOR_BLOCKS`. So in the beginning nothing seems dead.

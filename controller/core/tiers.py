@@ -64,7 +64,7 @@ WRONGEST_BAR_S = 64.0
 MAX_BARRED = 1024
 
 Homes = Callable[[BlockId], Sequence[str]]
-"""The node ids that own a block, home first, of those that are connected."""
+"""The node ids of a block's homes, the first one first, of those that are connected."""
 
 
 class AdmitMode(enum.Enum):

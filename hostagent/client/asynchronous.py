@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
-from kvcast.hostagent.client.blocking import has_ended
+from kvcast.hostagent.client.blocking import RETRY_S, has_ended
 from kvcast.hostagent.client.conversation import READ_BYTES, Arrived, Ask, Call, Conversation
 from kvcast.hostagent.client.errors import AgentGoneError, KvcastError
 from kvcast.protocol.links.backoff import Backoff
@@ -23,9 +23,8 @@ from kvcast.protocol.messages.questions import COURIER_BYTES
 
 RECONNECT_S: Final = 60.0
 """How long an agent that comes after is waited for, where calls have no shorter deadline."""
-RETRY_S: Final = 0.005
 MAX_RETRY_S: Final = 0.25
-"""Between two attempts to connect to it: at first, and at last."""
+"""Between two attempts to connect to it, at last; at first it is `RETRY_S`."""
 
 P = ParamSpec("P")
 T = TypeVar("T")

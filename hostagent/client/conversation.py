@@ -83,7 +83,6 @@ MOST_PASSES: Final = 64
 SMALL_BYTES: Final = 256 * 1024
 """Blocks up to this size may wait for others before the agent hears that they were released: a
 message of its own costs more than their room."""
-LOCAL_TIER: Final = "local"
 _MAX_NAME_CHARS: Final = 256
 
 
@@ -507,7 +506,7 @@ class Conversation:
             pin, offset, size_bytes, reserved_bytes, digest = one
             release = self._local.release
             data = self._memory.read(offset, size_bytes)
-            results.append(Block(key, data, digest, LOCAL_TIER, release, pin, reserved_bytes))
+            results.append(Block(key, data, digest, local.LOCAL_TIER, release, pin, reserved_bytes))
         return results
 
     # --- what both clients offer ----------------------------------------------------------------

@@ -30,6 +30,9 @@ RECONNECT_S: Final = 1.0
 """How long after a connection that failed none is tried."""
 NOT_NEAR: Final = TIERS.index("ssd")
 """What comes out of tiers before this one was in this node's memory."""
+SAVES_AT_ONCE: Final = 4
+ARENA_SHARE: Final = 8
+"""One load or save has at most an eighth of the arena at once."""
 TELL_S: Final = 1.0
 """How long what became of prefixes is gathered before the agent is told of it."""
 

@@ -27,7 +27,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, TypeVar
 
 from kvcast.hostagent.client import AsyncClient, Block, KvcastError, PutError
-from kvcast.hostagent.connectors.agent_link import NOT_NEAR, AgentLink, UnreachableError
+from kvcast.hostagent.connectors.agent_link import (
+    ARENA_SHARE,
+    NOT_NEAR,
+    SAVES_AT_ONCE,
+    AgentLink,
+    UnreachableError,
+)
 from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.health import Health
 from kvcast.hostagent.connectors.naming import NamespaceName
@@ -60,9 +66,6 @@ from kvcast.protocol.messages.local import TIERS
 
 MOST_TASKS: Final = 1024
 """Questions, loads, and saves, of each kind, that may be under way."""
-SAVES_AT_ONCE: Final = 4
-ARENA_SHARE: Final = 8
-"""One load or save has at most an eighth of the arena at once."""
 GAPS: Final = 4
 """Missing blocks of a chain behind which the rest of it is still asked about; after so many, what
 is left counts as not held. The pool counts prefixes, and mostly a chain has one gap: its end."""

@@ -28,7 +28,13 @@ from kvcast.hostagent.client import (
     PutError,
 )
 from kvcast.hostagent.client.conversation import Ack
-from kvcast.hostagent.connectors.agent_link import NOT_NEAR, AgentLink, UnreachableError
+from kvcast.hostagent.connectors.agent_link import (
+    ARENA_SHARE,
+    NOT_NEAR,
+    SAVES_AT_ONCE,
+    AgentLink,
+    UnreachableError,
+)
 from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.loads import LoadTable, OpenLoad
 from kvcast.hostagent.connectors.naming import NamespaceName, keys_of
@@ -36,9 +42,6 @@ from kvcast.hostagent.connectors.planner import Load, Lookup, Save
 from kvcast.hostagent.connectors.weighing import Meter, Window
 from kvcast.protocol.messages.local import MAX_KEYS, TIERS
 
-SAVES_AT_ONCE: Final = 4
-ARENA_SHARE: Final = 8
-"""One load or save has at most an eighth of the arena at once."""
 PREFETCH_KEYS: Final = 16_384
 """Keys of one chain that are fetched ahead, at most."""
 EXISTS_S: Final = 0.25

@@ -3,8 +3,12 @@
 | for | modules |
 |---|---|
 | clients | `sessions`, `access`, `limits`, `shared_index` (what they pin by themselves) |
-| gets, puts, questions | `reads`, `writes`, `queries`; in compiled code `courier`, `pushing` |
-| other agents | `serving`, `handover`, `writing` (answers by RDMA) |
-| what lies where | `store` (DRAM), `ssd` and `lower_tiers` (below it), `cold` (an object store) |
+| gets, puts, questions | `reads`, `writes`, `queries` |
+| the same in compiled code | `courier`, `pushing`, `lookups` |
+| other agents | `serving`, `handover`, `writing` (answers by RDMA), `bulk_requests`, `ends` |
+| what lies where | `store` (DRAM), `reservations`, `ssd` and `lower_tiers` (below it), `headroom` |
+| an object store | `cold`, `cold_share` (quotas there) |
 | the pool | `pool` (its map), `spread` (which holder to read from) |
+| after another agent | `recovery` |
+| numbers | `metrics`, `namespace_metrics`, `histogram`, `engines` (what they report), `tracing` |
 """

@@ -3,16 +3,16 @@
 Owns: one namespace's quota there, this node's share of it, and the count of what lies in that. Must
 not know: errands, names of objects, copies.
 
-An object store is all nodes' at once, and outlives them; and nobody is asked before an object is
-put there. So a quota is divided as the keys are: a node answers for the buckets whose first home it
-is, alone stores the blocks of those, and may have there its part of the quota (as many of 1,024
-parts as it has buckets). Together that is never more than the quota, whoever is slow or dead.
+An object store belongs to all nodes at once and outlives them, and nobody is asked before an object
+is put there. So a quota is divided as the keys are. The first home of a bucket alone stores the
+bucket's blocks. It may have one of 1,024 parts of the quota for each bucket of which it is the
+first home. Together that is never more than the quota, whoever is slow or dead.
 
-What is counted is what was found by a listing since this node answers for these buckets, and what
-it has stored since. An object counts from before it is sent, and on when it is not known to have
-come (a store that does not answer may have taken it), until it is known to be deleted. What others
-delete, or the store's own rules, is found out by the next listing: there is one when there seems to
-be no room, at most every `LIST_AGAIN_S`.
+A node counts what a listing found since it became the first home of these buckets, and what it has
+stored since. An object counts from before it is sent until it is known to be deleted. It also
+counts if the store has not answered, since it may have taken it. What others delete, or the store's
+own rules, is found out by the next listing. There is one when there seems to be no room, at most
+every `LIST_AGAIN_S`.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 Owns: that number of bytes, from what was taken while room was being made. Must not know: what makes
 room (`ssd` tells what it measures), or what lies where.
 
-To make room takes time: a copy that is chosen to go down goes from DRAM when it has been written,
-and its entry after it. What is taken meanwhile must have been free before. So as much is kept free
-as was taken in such a time when most was, and half as much again, but room for some blocks in any
-case; where room ran out all the same, more. That is forgotten slowly: a node to which little is
-put fills its DRAM nearly to the end, and one to which much comes at once has room for it the next
-time.
+To make room takes time: a copy leaves DRAM only when it has been written below, and its entry after
+it. What is taken meanwhile must have been free before. So it is measured how much was taken while
+room was being made, and one and a half times the most of that is kept free, and room for some
+blocks in any case. If room runs out all the same, more is kept free. The measure fades slowly. So a
+node to which little is put fills its DRAM nearly to the end, and a node to which much came at once
+has room for it the next time.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
 Owns: the token buckets. Must not know: clients, or what an operation is.
 
-A bucket holds what is allowed in `BURST_S`. Something is let in while neither of its namespace's
-buckets is in debt, and then takes what it costs, even if that is more than is there: how many bytes
-a get will bring is known only when it has. So over any time at most the rate, one full bucket, and
-what is in progress pass; and what is larger than a bucket passes, too, and is paid off before the
-next.
+A namespace has one bucket for operations and one for bytes; each holds what is allowed in
+`BURST_S`. An operation is let in while neither is in debt. It then takes what it costs, even if
+that is more than the bucket has, since it is known only afterwards how many bytes a get has
+brought. So in any span of time no more passes than the rate allows in it, one full bucket, and what
+is in progress. An operation that is larger than a bucket passes, too; the next one waits until it
+is paid off.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@ Owns: which rooms clients may put so, when that is open, the connections to and 
 far as they are tables, and the books of both ends. Must not know: sockets, the event loop, or how a
 put goes (`kvcast.protocol.pushing`, compiled code, which works on the tables made here).
 
-A room that is pushed stays where it is until that has ended, whatever becomes of its client: who
-has said that it is a block has put it. What a home was pushed lands in the courier's landing
-places; it is a block here from the record on, as one that came by the bulk link.
+A client that has said that its room is a block has put it. So a room that is being pushed stays
+where it is until the push has ended, whatever becomes of its client. At the home, what is pushed
+lands in the courier's landing places. It is a block there as soon as its record stands, like one
+that came by the bulk link.
 """
 
 from __future__ import annotations

@@ -59,7 +59,6 @@ from kvcast.protocol.requester import (
 )
 from kvcast.protocol.timers import Timer, TimerQueue
 
-LOCAL_TIER: Final = "local"
 MAX_RECALLERS: Final = 256
 """Who may wait for one block from the disk without a get; one more is told at once that it is not
 there."""
@@ -303,7 +302,7 @@ class Reads:
             copy = self._store.get(block)
             if copy is not None:
                 self._metrics.hits_local_total += 1
-                self._finish(batch, position, self._hit(copy, LOCAL_TIER))
+                self._finish(batch, position, self._hit(copy, local.LOCAL_TIER))
                 continue
             fetch = self._from_disk(now, block, deadline)
             if fetch is None and probes is not None:

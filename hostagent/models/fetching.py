@@ -4,14 +4,14 @@ Owns: what of the folder is there already, how much is asked for at once and in 
 every block is checked against its key before it is written, and that a file has its name only when
 it is whole. Must not know: how the pool brings a block.
 
-All hosts ask for the blocks in the same order, so that those who begin together go on together, and
-share what they read. Hosts that fetch the same now are a reader group: whoever asks first, asks for
-all of them, and a host that is held up finds the blocks in its agent's arena. They are named to
-each other, or find each other by the controller (`AsyncClient.company`). Who finds others that are
-on their way takes what comes of theirs, and asks for what it has missed in the end, with all others
-that have missed it. One that has waited in vain for what the others had before goes on alone.
-Unfinished files are kept in a folder of their own, and what is right in them, or in a file of the
-same name, is not fetched again.
+All hosts ask for the blocks in the same order, so hosts that begin together stay together and share
+what they read. Hosts that fetch the same folder are a reader group: the one that asks first asks
+for all, and a host that is held up finds the blocks in its agent's arena. Hosts are told of each
+other, or find each other by the controller (`AsyncClient.company`). A host that comes later takes
+the blocks that the others ask for. In the end it asks for what it has missed, together with all
+others that missed it. If what the others had before does not come, it goes on alone. Unfinished
+files are kept in a folder of their own. What is right in them, or in a file of the same name, is
+not fetched again.
 """
 
 from __future__ import annotations

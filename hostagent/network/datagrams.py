@@ -27,7 +27,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final
@@ -35,9 +34,11 @@ from typing import Final
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.network.mover import ROUND_FRAMES, Mover
+from kvcast.native.linux import UDP_GRO
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac
 from kvcast.protocol.messages.wire import decode
 from kvcast.protocol.placement import Arrived
+from kvcast.service.sockets import kernel_drops, set_buffer
 
 log = logging.getLogger("kvcast.hostagent.network.datagrams")
 
@@ -48,31 +49,10 @@ SEND_ROUND: Final = 256
 ROUNDS_BEFORE_TIMERS: Final = 16
 """Rounds that are read, at most, before a fetch whose time is over hears of it: what may be in
 flight to an agent at once."""
-_UDP_GRO: Final = 104  # linux/udp.h
 _KERNEL_BYTES_A_FRAME: Final = 2304
 """What the kernel charges a socket's buffer for a datagram of up to 2 KiB, measured."""
 _FULL_PAUSE_S: Final = 0.001
 """How soon a timer that is due is looked at again while the socket takes nothing."""
-_SO_MEMINFO: Final = 55  # asm-generic/socket.h; nine u32, the last counts drops
-_MEMINFO: Final = struct.Struct("=9I")
-_SO_SNDBUFFORCE: Final = 32
-_SO_RCVBUFFORCE: Final = 33
-
-
-def set_buffer(sock: socket.socket, size_bytes: int, *, receive: bool) -> int:
-    """Ask for a socket buffer, by force where we may; returns what the kernel gave, in bytes."""
-    option = socket.SO_RCVBUF if receive else socket.SO_SNDBUF
-    force = _SO_RCVBUFFORCE if receive else _SO_SNDBUFFORCE
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, force, size_bytes)
-    except OSError:
-        sock.setsockopt(socket.SOL_SOCKET, option, size_bytes)
-    return sock.getsockopt(socket.SOL_SOCKET, option)
-
-
-def _kernel_drops(sock: socket.socket) -> int:
-    """Datagrams that the kernel has dropped before this socket, since it was made."""
-    return int(_MEMINFO.unpack(sock.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size))[8])
 
 
 def credit_of_buffer(receive_buffer_bytes: int) -> int:
@@ -87,7 +67,7 @@ class Transport(ABC):
     def __init__(self, core: AgentCore, sock: socket.socket, mover: Mover) -> None:
         sock.setblocking(False)
         with contextlib.suppress(OSError):  # a kernel before 5.0: each datagram comes alone
-            sock.setsockopt(socket.IPPROTO_UDP, _UDP_GRO, 1)
+            sock.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
         self._core = core
         self.socket = sock
         self.mover = mover
@@ -155,7 +135,7 @@ class Transport(ABC):
             taken += self._count_received()
             if mover.drained:
                 break
-        metrics.frames_dropped_receiving_total = _kernel_drops(self.socket)
+        metrics.frames_dropped_receiving_total = kernel_drops(self.socket)
         # What the lane has sent; or it was an error that woke us.
         self._count_sent()
         self._core.after_receiving(now, heard=self._heard)
@@ -188,7 +168,7 @@ class Transport(ABC):
     def count_frames(self) -> None:
         """Frames were received, and sent, in compiled code."""
         self._count_received()
-        self._metrics.frames_dropped_receiving_total = _kernel_drops(self.socket)
+        self._metrics.frames_dropped_receiving_total = kernel_drops(self.socket)
         self._count_sent()
 
     def _count_received(self) -> int:

@@ -13,11 +13,11 @@ from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Final
 
-ETHERNET_MTU_BYTES: Final = 1500
+from kvcast.protocol.messages.ethernet import ETHERNET_MTU_BYTES
+from kvcast.service.sockets import mtu_of
 
 _SIOCGIFCONF: Final = 0x8912  # linux/sockios.h
 _SIOCGIFNETMASK: Final = 0x891B
-_SIOCGIFMTU: Final = 0x8921
 _IFREQ_BYTES: Final = 40
 _MAX_ADDRESSES: Final = 4096
 _LARGEST_MTU_BYTES: Final = 65_535
@@ -31,9 +31,7 @@ def interface_mtu(ip: str) -> int:
         name = "lo" if IPv4Address(ip).is_loopback else _interface_of(sock, ip)
         if name is None:
             return ETHERNET_MTU_BYTES
-        request = struct.pack("16si20x", name.encode(), 0)
-        (mtu_bytes,) = struct.unpack_from("i", fcntl.ioctl(sock, _SIOCGIFMTU, request), 16)
-    return min(int(mtu_bytes), _LARGEST_MTU_BYTES)
+        return min(mtu_of(sock, name), _LARGEST_MTU_BYTES)
 
 
 def interface_network(ip: str) -> IPv4Network:

@@ -4,10 +4,10 @@ Owns: the system calls of that, the digest of what comes, made piece by piece wh
 cache has it, and how long to wait for more. Must not know: what a message is, whose block it is,
 or what becomes of it (`kvcast.protocol.links.stream` does).
 
-It needs xxHash as functions that compiled code can call. The library's Python module shows them, as
-it comes from PyPI; where it does not, there is no lander, and its callers read for themselves.
+Compiled code must be able to call xxHash's functions. The module `xxhash` from PyPI exports them.
+If an installed one does not, there is no lander, and its callers read for themselves.
 
-Of rooms that nobody wants the bytes are read and thrown away, and have no digest.
+The bytes of blocks that nobody wants are read and thrown away, and have no digest.
 """
 
 from __future__ import annotations

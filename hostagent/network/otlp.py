@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from kvcast.hostagent.core.reads import LOCAL_TIER
 from kvcast.hostagent.core.tracing import GetTrace, KeyTrace
+from kvcast.protocol.messages.local import LOCAL_TIER
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider

@@ -4,23 +4,22 @@ Owns: the pace of the bytes of gets' answers and of puts, on all connections tog
 namespaces have some to move the same way; and whose turn it is, by weight (`fair_queue.Shares`).
 Must not know: sockets, requests, or what a block is.
 
-What waits in the kernel or in the network has no weight any more: there, shares are by connection,
-and a tenant that loads a model from many nodes has many. So while others are there, what leaves is
-kept a little below what the link carries, and what waits for that waits here. A namespace that has
-taken less than its share sends what it has saved at once, and the others wait until the link has
-carried it. Blocks that go by READs are not held back here, and what they take of the link is not
-given to others, but for a quarter of it, which is left in any case. One namespace alone is not held
-back at all; nor is anything where the link's rate is not known.
+What waits in the kernel or in the network has no weight any more: there the link is shared by
+connection, and a tenant that loads a model from many nodes has many. So while several namespaces
+have something to send, bytes leave a little slower than the link carries them, and wait here. A
+namespace that has taken less than its share sends what it has saved at once, and the others wait
+until the link has carried it. One namespace alone is not held back, and nothing is where the link's
+rate is not known. Blocks that go by READs are not held back here either. What they take of the link
+is not given to others, except that a quarter of the link is left to these in any case.
 
-Whoever is next of those who wait is woken, and told by a timer when the link will have carried so
-much; all others ask again now and then, and who does not, since its connection takes nothing, is
-not waited for.
+Of those who wait, the next is woken by a timer, when the link will have carried enough. The others
+ask again now and then. A connection that does not ask, since it takes nothing, is not waited for.
 
-What comes is shared by the same rules, with *send* read as *receive*: what is not read waits, for
-the most part, in the node that sends it, since TCP lets it send no more than there is room for. But
-the link carries what there is room for, and each connection that was read lately has some: so a
-namespace's connections are read one after the other, and none of the others' while what a namespace
-has saved is on its way.
+What comes is shared by the same rules, with *send* read as *receive*. What is not read here waits
+for the most part in the node that sends it, since TCP lets it send no more than there is room for.
+But each connection that was read lately has such room, and its sender fills it on the link. So the
+connections of one namespace are read one after the other, and none of the others' while something
+that a namespace has saved is on its way.
 """
 
 from __future__ import annotations

@@ -4,12 +4,13 @@ Owns: how many bytes lie in windows that are open for others, by namespace, and 
 windows (`fair_queue`), on all connections of a node together. Must not know: how a window is
 opened, cards, or what is asked for.
 
-A card answers READs and takes WRITEs without its node's knowledge; when windows are opened, the
-node decides. While more than one namespace has windows open or waits for some, no more are opened
-once they cover `bound_bytes`, and whose are next is by weight: of any two namespaces that wait all
-the while, the bytes that each was granted, divided by its weight, differ by no more than one
-request of each so divided. Whoever is next and has nothing open does not wait for what others have,
-which may be much: they may have been alone when they got it. One namespace alone is not held back.
+A card answers READs and takes WRITEs without its node's knowledge, but the node decides when
+windows are opened. One namespace alone is not held back. While several have windows open or wait
+for some, no more are opened once the open ones cover `bound_bytes`, and weights say whose are next.
+Take two namespaces that wait all the while, and divide the bytes that each was granted by its
+weight: the two results differ by no more than one request of each, so divided. A namespace that is
+next and has nothing open does not wait for that bound. The others may have got much more when they
+were alone.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from math import inf
 from typing import Annotated
 
 import msgspec
+from kvcast.protocol.messages.ethernet import ETHERNET_MTU_BYTES
 from kvcast.protocol.node_ids import NODE_ID_PATTERN
 from msgspec import Meta, Struct
 
@@ -194,7 +195,7 @@ class Register(Struct, frozen=True, tag="register"):
     bulk_host: Text
     bulk_port: U16
     arena_bytes: U64
-    mtu_bytes: Mtu = 1500
+    mtu_bytes: Mtu = ETHERNET_MTU_BYTES
     rdma_port: U16 = 0
     link_bits_per_s: U64 = 0
     zone_queue_pair: U24 = 0

@@ -31,6 +31,8 @@ _FRAME: Final = struct.Struct("!6s6sH BBHHHBBHII HHHH")
 """Ethernet, IPv4 and UDP in one go; IPv4's sub-byte fields as whole bytes and halves."""
 FRAME_OVERHEAD_BYTES: Final = ETHERNET.size_bytes + IPV4.size_bytes + UDP.size_bytes
 assert _FRAME.size == FRAME_OVERHEAD_BYTES
+ETHERNET_MTU_BYTES: Final = 1500
+"""What an Ethernet carries unless it is set up for more; of an IPv4 packet, its header included."""
 MAX_FRAME_BYTES: Final = FRAME_OVERHEAD_BYTES + MAX_DATAGRAM_BYTES
 
 _IP_START: Final = ETHERNET.size_bytes

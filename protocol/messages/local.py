@@ -77,7 +77,8 @@ Size = Annotated[int, Meta(ge=1, le=0xFFFFFFFF)]
 Rate = Annotated[float, Meta(ge=0.0, le=1e12)]
 PutAck = Literal["", "home", "replicas", "local"]
 
-TIERS: Final = ("local", "arena", "ssd", "cold", "switch", "shared", "home", "bulk")
+LOCAL_TIER: Final = "local"
+TIERS: Final = (LOCAL_TIER, "arena", "ssd", "cold", "switch", "shared", "home", "bulk")
 """Where a block that was got came from, the nearest first: this node's arena, a further arena, its
 disk, an object store; at least partly the switch's memory, an answer that several readers got, one
 that only this node got, and TCP or RDMA."""

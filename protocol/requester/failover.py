@@ -2,7 +2,7 @@
 
 Owns: what one fetch knows of each of its homes (`TRANSITIONS`), to whom it listens, and the choice
 of the next step. Must not know: segments, timers, frames; it says what to do, and
-`requester` does it. The order in which a fetch falls back:
+`lifecycle` does it. The order in which a fetch falls back:
 
 1. the next home that has not been asked, with the assembly as it is;
 2. a home that lives and has another copy than the chosen one: the assembly starts anew;

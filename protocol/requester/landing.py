@@ -6,13 +6,13 @@ come at once; and which chunks are in their places, noted in compiled code (`lan
 reports each. Must not know: verbs, or what a fetch is. (`kvcast.protocol.messages.roce` says where
 a chunk lies, and what its immediate says.)
 
-Whoever asked hears of a segment once the end of its answer is known, and all that it lacks has
-come, or the last chunk has; never of single chunks.
+Whoever asked never hears of single chunks. It hears of a segment when the end of its answer is
+known, and either all that it lacks has come or the last chunk has.
 
-A slot that was given back may still be written to: by a copy of a packet that was late. What the
-slot held last is known until it holds something else again after that, so such a chunk spoils the
-one in whose place it came: that counts as not there. What spoils a chunk that was taken already
-only the digest tells.
+A slot that was given back may still be written to, by a late copy of a packet. It is remembered
+which segment had the slot before, until it changes hands again. So a late chunk of that segment is
+recognised, and the chunk in whose place it was written counts as not there. If that chunk was taken
+already, only the digest tells.
 """
 
 from __future__ import annotations

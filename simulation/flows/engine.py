@@ -326,7 +326,7 @@ class _Run:
             self.memory, len(fabric.bits_per_s) + self.reader_edge, fabric.up[self.home]
         )
         self.sink = fabric.down[self.node]
-        self.salt = mix(self.block)
+        self.path_hash = mix(self.block)
         self.group = self._same_piece()
         self.need = self.service(self.source, self.wire)
         self.repairs = np.zeros(len(read), bool)
@@ -349,7 +349,7 @@ class _Run:
         read_delay = options.link_delay_ns + np.rint(
             READ_BYTES * self.ns_per_byte[self.fabric.up[self.node]]
         ).astype(np.int64)
-        hops = self.fabric.middle(self.home_edge, self.reader_edge, self.salt)
+        hops = self.fabric.middle(self.home_edge, self.reader_edge, self.path_hash)
         extra_hops = sum((hop != NONE).astype(np.int64) for hop in hops) if hops else 0
         hop_delay = extra_hops * options.link_delay_ns
         done = np.zeros(len(pieces.read), np.int64)

@@ -1,4 +1,4 @@
-"""Networks of hosts and switches as arrays of directed links, with a networkx graph to look at.
+"""Networks of hosts and switches as arrays of directed links.
 
 Owns: the four topologies, which links a block takes from one host to another, and each link's
 rate. Must not know: what travels, or when.
@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,7 +30,7 @@ class Fabric:
     """Hosts, edge switches, and directed links.
 
     `edge`: the edge switch of each host, shape (hosts,). `up`, `down`: each host's links to and
-    from it. `bits_per_s`: each link's rate. `middle(home_edge, reader_edge, salt)`: the links
+    from it. `bits_per_s`: each link's rate. `middle(home_edge, reader_edge, path_hash)`: the links
     between two edge switches, one array a hop, NONE where a pair needs none.
     """
 
@@ -42,8 +40,8 @@ class Fabric:
     down: Ints
     bits_per_s: NDArray[np.float64]
     middle: Callable[[Ints, Ints, Ints], list[Ints]]
-    graph: Any = field(repr=False)
-    """Nodes "h0", "e0", …; an edge's "link" is its number."""
+    ends: list[tuple[str, str]] = field(repr=False)
+    """What each link leads from and to: a host ("h0") or a switch ("e0", …)."""
 
     @property
     def hosts(self) -> int:
@@ -58,13 +56,13 @@ class _Links:
     """Numbers links as they are made."""
 
     def __init__(self) -> None:
-        self.graph: Any = nx.DiGraph()
+        self.ends: list[tuple[str, str]] = []
         self.rates: list[float] = []
 
     def add(self, tail: str, head: str, bits_per_s: float) -> int:
         number = len(self.rates)
         self.rates.append(bits_per_s)
-        self.graph.add_edge(tail, head, link=number)
+        self.ends.append((tail, head))
         return number
 
     def hosts(self, edge: Ints, bits_per_s: float) -> tuple[Ints, Ints]:
@@ -82,7 +80,7 @@ def star(hosts: int, bits_per_s: float) -> Fabric:
     links = _Links()
     edge = np.zeros(hosts, np.int64)
     up, down = links.hosts(edge, bits_per_s)
-    return Fabric("star", edge, up, down, np.array(links.rates), lambda *_: [], links.graph)
+    return Fabric("star", edge, up, down, np.array(links.rates), lambda *_: [], links.ends)
 
 
 def leaf_spine(
@@ -145,15 +143,15 @@ def _two_levels(
             rise[leaf, spine] = links.add(f"e{leaf}", f"s{spine}", spine_bits_per_s)
             fall[leaf, spine] = links.add(f"s{spine}", f"e{leaf}", spine_bits_per_s)
 
-    def middle(home_edge: Ints, reader_edge: Ints, salt: Ints) -> list[Ints]:
-        spine = salt % spines
+    def middle(home_edge: Ints, reader_edge: Ints, path_hash: Ints) -> list[Ints]:
+        spine = path_hash % spines
         apart = home_edge != reader_edge
         return [
             np.where(apart, rise[home_edge, spine], NONE),
             np.where(apart, fall[reader_edge, spine], NONE),
         ]
 
-    return Fabric(name, edge, up, down, np.array(links.rates), middle, links.graph)
+    return Fabric(name, edge, up, down, np.array(links.rates), middle, links.ends)
 
 
 def fat_tree(hosts: int, bits_per_s: float) -> Fabric:
@@ -183,8 +181,8 @@ def fat_tree(hosts: int, bits_per_s: float) -> Fabric:
             top_rise[number, place] = links.add(f"a{number}", core, bits_per_s)
             top_fall[number, place] = links.add(core, f"a{number}", bits_per_s)
 
-    def middle(home_edge: Ints, reader_edge: Ints, salt: Ints) -> list[Ints]:
-        place, core = salt % half, salt // half % half
+    def middle(home_edge: Ints, reader_edge: Ints, path_hash: Ints) -> list[Ints]:
+        place, core = path_hash % half, path_hash // half % half
         apart = home_edge != reader_edge
         far = home_edge // half != reader_edge // half
         here, there = home_edge // half * half + place, reader_edge // half * half + place
@@ -195,7 +193,7 @@ def fat_tree(hosts: int, bits_per_s: float) -> Fabric:
             np.where(apart, fall[reader_edge, place], NONE),
         ]
 
-    return Fabric("fat-tree", edge, up, down, np.array(links.rates), middle, links.graph)
+    return Fabric("fat-tree", edge, up, down, np.array(links.rates), middle, links.ends)
 
 
 def _check(hosts: int, bits_per_s: float) -> None:

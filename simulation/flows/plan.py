@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from kvcast.p4.targets import profiles
 from kvcast.protocol.messages.wire import CELLS
 from kvcast.simulation.flows import residency
 from kvcast.simulation.flows.demand import Demand, demand_of, mix
@@ -30,8 +31,8 @@ from kvcast.simulation.flows.scenarios import (
 from kvcast.workloads.traces import TraceLine
 
 Numbers = dict[str, Any]
-SLOTS = {"tofino1": 64, "tofino2": 128, "v1model": 256, "none": 0}
-"""Segments that each switch keeps (p4/sizes.p4)."""
+SLOTS = {name: profiles[name].slots for name in ("tofino1", "tofino2", "v1model")} | {"none": 0}
+"""Segments that each switch keeps."""
 KNOWN_GROUPS = ("tp-mla", "prefill-decode", "rollout")
 """Workloads whose readers are known beforehand."""
 MODEL_ERROR = 0.04

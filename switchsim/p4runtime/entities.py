@@ -30,7 +30,7 @@ from typing import Any
 
 from finsy.proto import p4r
 from google.protobuf.message import Message
-from kvcast.switchsim.engine import Engine
+from kvcast.switchsim.engine import MAX_PORT, Engine
 from kvcast.switchsim.p4runtime.digest import DigestBuffer, DigestConfig
 from kvcast.switchsim.p4runtime.errors import (
     P4RuntimeError,
@@ -57,7 +57,6 @@ from kvcast.switchsim.p4runtime.tables import TableStore, make_table_stores
 from kvcast.switchsim.p4runtime.values import decode_bytes, decode_port, encode_bytes
 
 MAX_GROUP_ID = 32767  # PI reserves the ids above for its clone sessions
-MAX_PORT = 511  # bit<9>
 MAX_INSTANCE = 0xFFFF
 MAX_CLONE_BYTES = 0xFFFF  # PI keeps the length in 16 bits
 

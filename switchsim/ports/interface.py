@@ -15,13 +15,13 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
+from kvcast.service.sockets import kernel_drops, mtu_of
 from kvcast.switchsim.ports.port import (
     MAX_FRAME_BYTES,
     Port,
     PortError,
     PortOptions,
     enlarge_buffers,
-    kernel_drops,
 )
 
 log = logging.getLogger("kvcast.switchsim.ports.interface")
@@ -45,7 +45,6 @@ _RING_STRIDE: Final = 2048
 _RING_BLOCK_BYTES: Final = 64 << 10
 # struct tpacket2_hdr, struct sockaddr_ll, alignment, virtio header, link header
 _RING_HEAD_BYTES: Final = 96
-_SIOCGIFMTU: Final = 0x8921
 _SIOCETHTOOL: Final = 0x8946
 # linux/ethtool.h: ETHTOOL_S{RXCSUM,TXCSUM,SG,TSO,UFO,GSO,GRO}
 _OFFLOADS: Final = {
@@ -122,10 +121,7 @@ class InterfacePort(Port):
         them over one by one; None where it has no such memory. The places fit the present MTU; of
         a frame that is longer, because the MTU was raised since, the ring holds the beginning,
         marked TP_STATUS_COPY, and the socket all of it."""
-        reply = fcntl.ioctl(
-            self._socket, _SIOCGIFMTU, struct.pack("16si12x", self.interface.encode(), 0)
-        )
-        mtu_bytes: int = struct.unpack_from("16si", reply)[1]
+        mtu_bytes = mtu_of(self._socket, self.interface)
         longest = min(mtu_bytes + _ETHERNET_AND_VLAN_BYTES, MAX_FRAME_BYTES)
         stride = _RING_STRIDE
         while stride < _RING_HEAD_BYTES + longest:

@@ -7,9 +7,9 @@ moved and counted (`loop`), what kinds of ports there are.
 from __future__ import annotations
 
 import socket
-import struct
 from dataclasses import dataclass
-from typing import Final
+
+from kvcast.service.sockets import set_buffer
 
 MIN_FRAME_BYTES = 14  # an Ethernet header
 MAX_FRAME_BYTES = 10_240  # MTU 9000 and a few encapsulations; a UDP tunnel datagram
@@ -78,24 +78,7 @@ class Port:
         return 0
 
 
-_SO_MEMINFO: Final = 55  # asm-generic/socket.h; nine u32, the last counts drops
-_MEMINFO: Final = struct.Struct("=9I")
-
-
-def kernel_drops(endpoint: socket.socket) -> int:
-    """Frames that the kernel dropped before this socket since it was made."""
-    info = endpoint.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size)
-    return int(_MEMINFO.unpack(info)[8])
-
-
 def enlarge_buffers(endpoint: socket.socket) -> None:
-    """Ask for large kernel buffers: beyond the system's limit with CAP_NET_ADMIN, else up to it."""
-    so_sndbufforce, so_rcvbufforce = 32, 33  # asm-generic/socket.h
-    for force, plain, size in (
-        (so_rcvbufforce, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES),
-        (so_sndbufforce, socket.SO_SNDBUF, SEND_BUFFER_BYTES),
-    ):
-        try:
-            endpoint.setsockopt(socket.SOL_SOCKET, force, size)
-        except OSError:
-            endpoint.setsockopt(socket.SOL_SOCKET, plain, size)
+    """Ask for large kernel buffers."""
+    set_buffer(endpoint, RECEIVE_BUFFER_BYTES, receive=True)
+    set_buffer(endpoint, SEND_BUFFER_BYTES, receive=False)

@@ -6,20 +6,12 @@ Owns: the socket. Must not know: what is in a frame.
 from __future__ import annotations
 
 import socket
-from typing import Final
 
-from kvcast.switchsim.ports.port import (
-    Port,
-    PortError,
-    PortOptions,
-    enlarge_buffers,
-    kernel_drops,
-)
+from kvcast.native.linux import SOL_UDP, UDP_GRO
+from kvcast.service.sockets import kernel_drops
+from kvcast.switchsim.ports.port import Port, PortError, PortOptions, enlarge_buffers
 
 Address = tuple[str, int]
-
-_SOL_UDP: Final = 17
-_UDP_GRO: Final = 104  # linux/udp.h
 
 
 class UdpTunnelPort(Port):
@@ -53,7 +45,7 @@ class UdpTunnelPort(Port):
         """Ask the kernel to hand over frames of one length in one piece (UDP_GRO), and say
         whether it can."""
         try:
-            self._socket.setsockopt(_SOL_UDP, _UDP_GRO, 1)
+            self._socket.setsockopt(SOL_UDP, UDP_GRO, 1)
         except OSError:
             return False
         return True

@@ -217,9 +217,9 @@ async def test_what_is_missing_or_a_lie_is_told_and_never_written(tmp_path: Path
         assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("pinned", [True, False])
-async def test_a_folder_that_is_pinned_stays_whatever_else_is_put(
-    tmp_path: Path, pinned: bool
+@pytest.mark.parametrize("assured", [True, False])
+async def test_a_folder_that_is_assured_of_room_stays_whatever_else_is_put(
+    tmp_path: Path, assured: bool
 ) -> None:
     (tmp_path / "m").mkdir()
     _write(tmp_path / "m")
@@ -229,36 +229,38 @@ async def test_a_folder_that_is_pinned_stays_whatever_else_is_put(
     ):
         socket = pool.sockets["node-1"]
         words: list[str | Path] = ["load", "--socket", socket, "--model", tmp_path / "m", *BLOCKS]
-        if pinned:
-            words += ["--pin", "--http", format_host_port(pool.network.http_address)]
+        if assured:
+            words += ["--assure", "--http", format_host_port(pool.network.http_address)]
         # The second tenant comes first: it empties the pool once.
         client = await links[0].client()
         namespace = await client.namespace("tests", "others", "1", "bytes")
         code, out, error = await kvcast(*words)
         assert (code, error) == (0, "")
-        assert (b"pinned as namespace" in out) == pinned
-        if pinned:
+        assert (b"assured as namespace" in out) == assured
+        if assured:
             number = int(out.split(b"namespace ")[1].split()[0])
 
             async def told() -> bool:
                 known = (await client.describe()).namespaces
                 return {n.namespace for n in known if n.settings.assured_bytes} == {number}
 
-            await eventually("the agent knows that the folder is pinned, and nothing else", told)
+            await eventually(
+                "the agent knows that the folder is assured of room, and nothing else", told
+            )
         for turn in range(4):
             await put(links[0], namespace, keys_for(turn, 64), 128 << 10)
         fetch = ("fetch", "--socket", socket, "--model", "m", "--to", tmp_path / "copy")
         code, _, error = await kvcast(*fetch)
-        assert code == (0 if pinned else 3), error
-        if pinned:
+        assert code == (0 if assured else 3), error
+        if assured:
             assert _read(tmp_path / "copy") == _read(tmp_path / "m")
 
 
-async def test_only_an_operator_pins_a_folder(tmp_path: Path) -> None:
+async def test_only_an_operator_has_a_folder_assured_of_room(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     _write(tmp_path / "m")
     async with running_pool(tmp_path / "pool", 1, replicas=0) as (pool, _):
-        words = ("load", "--socket", pool.sockets["node-1"], "--model", tmp_path / "m", "--pin")
+        words = ("load", "--socket", pool.sockets["node-1"], "--model", tmp_path / "m", "--assure")
         code, _, error = await kvcast(*words, "--http", "http://127.0.0.1:1")
         assert code == 1
         assert "no controller answers" in error

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import finsy as fy
 from kvcast.p4 import artefact
+from kvcast.topologies.namespaces import CLONE_NEWNET
 from pool_switch import DECISIONS, FILLS, Entry, pool_entries, pool_groups
 
-_CLONE_NEWNET = 0x40000000
 _SOL_PACKET, _PACKET_IGNORE_OUTGOING = 263, 23
 _ETH_P_ALL = 3
 START_TIMEOUT_S = 30.0
@@ -40,7 +40,7 @@ def packet_sockets(namespace: str, interfaces: Sequence[str]) -> list[socket.soc
 
     def make() -> None:
         with open(f"/run/netns/{namespace}") as target:
-            if ctypes.CDLL(None).setns(target.fileno(), _CLONE_NEWNET) != 0:
+            if ctypes.CDLL(None).setns(target.fileno(), CLONE_NEWNET) != 0:
                 return
         for interface in interfaces:
             sock = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)

@@ -55,7 +55,7 @@ SEEDS: dict[str, Known] = {
     "an agent that has lost the controller does not come back": Known(4, 3, 4),
     "a node's lease never runs out": Known(8, 1, 8),
     "a slot is given to the next block under the same generation": Known(1, 1, 1),
-    "the controller tells the switch that every port owns every bucket": Known(15, 3, 19),
+    "the controller tells the switch that every port may answer for every bucket": Known(15, 3, 19),
     "the controller lets every port read every namespace": Known(15, 1, 19),
     "the switch lets a repeated READ join the wait that it repeats": Known(20, 20, 20),
     "the switch clears the waiting ports, and the fingerprint not": Known(1, 1, 1),

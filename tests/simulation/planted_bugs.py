@@ -644,8 +644,12 @@ def _same_generation() -> Any:
     return mock.patch.object(Residency, "admit", admit)
 
 
-@bug("the controller tells the switch that every port owns every bucket", 5, faults=ANSWERERS)
-def _everybody_owns() -> Any:
+@bug(
+    "the controller tells the switch that every port may answer for every bucket",
+    5,
+    faults=ANSWERERS,
+)
+def _everybody_answers() -> Any:
     original = controller_pool.program.desired_state
 
     def desired(settings: Any, hosts: Any, responders: Any, *rest: Any) -> Any:

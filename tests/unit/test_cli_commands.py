@@ -67,7 +67,7 @@ HEAVY = {
 NEEDED = {
     "controller": {"aiohttp", "cryptography", "finsy", "grpc", "numpy", "prometheus_client"},
     "demo": {"numpy"},
-    "plan": {"networkx", "numpy"},
+    "plan": {"numpy"},
     "switch": {"finsy", "grpc", "llvmlite"},
 }
 """Of them, what a command may import to say what it does: what it cannot start without."""

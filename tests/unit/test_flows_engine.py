@@ -210,7 +210,7 @@ def test_where_spines_do_not_copy_each_leaf_costs_a_copy_on_the_way_up() -> None
     network = leaf_spine(13, GBPS, hosts_per_leaf=4, spines=1)
     everywhere = simulate(demand, network, FlowOptions())
     at_edges = simulate(demand, network, FlowOptions(copies_part_at_edges=True))
-    rise = network.graph.edges["e0", "s0"]["link"]
+    rise = network.ends.index(("e0", "s0"))
     # Readers are on three leaves besides the home's own.
     assert at_edges.link_bytes[rise] == 3 * everywhere.link_bytes[rise]
     assert at_edges.home_payload_bytes == everywhere.home_payload_bytes == 64 << 10
@@ -249,7 +249,7 @@ def test_a_request_waits_for_the_one_before_it_even_if_that_reads_nothing() -> N
 @pytest.mark.parametrize("topology", sorted(TOPOLOGIES))
 def test_paths_are_shortest_paths_of_the_graph(topology: str) -> None:
     network = TOPOLOGIES[topology](70, GBPS)
-    ends = {data["link"]: (tail, head) for tail, head, data in network.graph.edges(data=True)}
+    ends, graph = network.ends, nx.DiGraph(network.ends)
     rng = np.random.default_rng(5)
     for home, reader in rng.integers(0, 70, (40, 2)):
         if home == reader:
@@ -261,7 +261,7 @@ def test_paths_are_shortest_paths_of_the_graph(topology: str) -> None:
         assert ends[path[0]][0] == f"h{home}"
         assert ends[path[-1]][1] == f"h{reader}"
         assert all(ends[a][1] == ends[b][0] for a, b in pairwise(path))
-        shortest = nx.shortest_path_length(network.graph, f"h{home}", f"h{reader}")
+        shortest = nx.shortest_path_length(graph, f"h{home}", f"h{reader}")
         assert len(path) == shortest
 
 

@@ -30,13 +30,13 @@ from kvcast.hostagent.network.datagrams import (
     UdpTransport,
     open_tunnel,
     open_udp,
-    set_buffer,
 )
 from kvcast.hostagent.network.mover import Mover
 from kvcast.protocol.messages import wire
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac, unwrap
 from kvcast.protocol.placement import Arrived, Placement
 from kvcast.protocol.responder import Answer
+from kvcast.service.sockets import set_buffer
 
 ME = Endpoint(parse_mac("02:6b:76:00:00:01"), parse_ip("10.77.0.1"))
 PEER = Endpoint(parse_mac("02:6b:76:00:00:02"), parse_ip("10.77.0.2"))

@@ -17,6 +17,7 @@ from finsy import P4Schema
 from finsy.proto import p4i
 from google.protobuf import text_format
 from kvcast.controller.core import program
+from kvcast.controller.core.reconcile import SETTINGS
 from kvcast.p4 import artefact, build, figures, profiles
 from kvcast.p4.targets import MAX_PORTS
 from kvcast.protocol.messages import wire
@@ -79,7 +80,7 @@ def test_all_targets_have_one_control_plane(target: str) -> None:
 
 
 def test_the_controllers_tables_are_the_ones_compared() -> None:
-    assert set(ACTIONS) == {program.SETTINGS, *program.OWNED_TABLES}
+    assert set(ACTIONS) == {SETTINGS, *program.OWNED_TABLES}
 
 
 def _table(info: p4i.P4Info, name: str) -> p4i.Table:
