@@ -71,6 +71,7 @@ from kvcast.protocol.messages.control import (
 from kvcast.protocol.messages.framing import MessageCodec
 from kvcast.protocol.messages.wire import bucket_of
 from kvcast.service import provenance
+from kvcast.service.garbage import spare_what_stays
 from kvcast.service.reports import in_the_making, report_to
 
 AGENTS: Final = (32, 1024)
@@ -467,6 +468,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if min(options.agents) < 1 or options.blocks < max(options.agents) or options.seconds <= 0:
         parser.error("--agents and --seconds from 1 on, and at least one block an agent")
+    spare_what_stays()  # as the daemon does
     with in_the_making(options.json) as report:
         report |= {"provenance": provenance.provenance(), "seed": options.seed, "sizes": []}
         for agents in options.agents:

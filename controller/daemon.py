@@ -18,6 +18,7 @@ from kvcast.controller.switch.connection import OneLineErrors
 from kvcast.controller.switch.control_loop import StoreError
 from kvcast.p4 import artefact
 from kvcast.service.addresses import format_host_port
+from kvcast.service.garbage import spare_what_stays
 from kvcast.service.logs import setup_logging
 from kvcast.service.readiness import announce_ready, reload_on_hangup, stop_event
 
@@ -64,6 +65,7 @@ async def run(setup: Setup) -> int:
     files = [file.refresh for file in (setup.credentials, setup.tokens) if file is not None]
     if files:
         reload_on_hangup(loop, *files)
+    spare_what_stays()
     announce_ready(
         agents_addr=format_host_port(service.agents_address),
         http_addr=format_host_port(service.http_address),

@@ -7,7 +7,6 @@ anything that another program embedding an agent would need too (`agent`), or fl
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import random
@@ -25,6 +24,7 @@ from kvcast.hostagent.supervisor import Place, supervise
 from kvcast.hostagent.tiers.arena import ArenaError
 from kvcast.hostagent.tiers.ssd.layout import SsdError
 from kvcast.service.addresses import format_host_port
+from kvcast.service.garbage import spare_what_stays
 from kvcast.service.logs import setup_logging
 from kvcast.service.readiness import announce_ready, reload_on_hangup, stop_event
 
@@ -94,9 +94,7 @@ async def run(setup: Setup, place: Place | None = None) -> int:
             pump = agent.transport.pump
             servers.append(hints_server(agent.core, pump, setup.credentials))
             facts["hints"] = format_host_port(await servers[-1].start(*flags.hints_addr))
-        # What is there now stays: a collector that looked at all of it would cost some get 10 ms.
-        gc.collect()
-        gc.freeze()
+        spare_what_stays()
         if place is None:
             announce_ready(**facts)
         else:

@@ -38,7 +38,7 @@ from kvcast.controller.core.membership import (
 from kvcast.controller.core.multicast_groups import MulticastGroups
 from kvcast.controller.core.namespaces import Group, NamespaceError, Namespaces, TenantRules
 from kvcast.controller.core.placement import Placement, place
-from kvcast.controller.core.reconcile import PORT_SET, SwitchState
+from kvcast.controller.core.reconcile import PORT_SET, SwitchState, joined
 from kvcast.controller.core.replicas import (
     FIRST_REQUEST,
     HotReplicas,
@@ -262,8 +262,8 @@ class Pool:
         """Since which epoch that has been so."""
         self._moves_since = self._now = now
         self._placement: Placement = place((), 1)
-        self._desired = SwitchState()
-        self._desired_for: tuple[object, ...] | None = None
+        self._desired = joined(SwitchState(), SwitchState())
+        self._desired_for: tuple[object, object] | None = None
         """What `_desired` was computed from; the plan of a quiet pool costs next to nothing."""
         self._map: PoolMap | None = None
         self._map_due: set[int] = set()
@@ -761,25 +761,32 @@ class Pool:
             self._map_due.update(self._nodes_of)
         views = self.membership.views
         residents = self.tiers.residency.residents.values()
-        inputs = (
+        settings = self.options.settings
+        seldom = (
             views.addresses,
             self.answering,
             frozenset((n, tuple(info.nodes)) for n, info in self.namespaces.by_number.items()),
             frozenset(self.namespaces.groups.values()),
+        )
+        often = (
             tuple((resident.block, resident.generation) for resident in residents),
             self.multicast_groups.places,
         )
-        if inputs != self._desired_for:
-            self._desired_for = inputs
-            self._desired = program.desired_state(
-                self.options.settings,
-                [program.Host(node_id, address) for node_id, address in views.addresses],
-                self.answering,
-                self.namespaces.by_number.values(),
-                self.namespaces.groups.values(),
-                residents,
-                self.multicast_groups.places,
-            )
+        if (seldom, often) != self._desired_for:
+            assert self._desired.parts is not None
+            membership, traffic = self._desired.parts
+            if self._desired_for is None or seldom != self._desired_for[0]:
+                membership = program.membership_state(
+                    settings,
+                    [program.Host(node_id, address) for node_id, address in views.addresses],
+                    self.answering,
+                    self.namespaces.by_number.values(),
+                    self.namespaces.groups.values(),
+                )
+            if self._desired_for is None or often != self._desired_for[1]:
+                traffic = program.traffic_state(settings, residents, self.multicast_groups.places)
+            self._desired = joined(membership, traffic)
+            self._desired_for = seldom, often
         plan = Plan(
             desired=self._desired,
             map=self._map,

@@ -35,6 +35,7 @@ from kvcast.controller.core.reconcile import (
     EntryKey,
     Replica,
     SwitchState,
+    joined,
 )
 from kvcast.controller.core.residency import Resident
 from kvcast.p4.definitions import ALL_PORTS_GROUP, RECIRCULATE_RID
@@ -162,11 +163,22 @@ def desired_state(
     residents: Iterable[Resident],
     port_sets: Mapping[int, int],
 ) -> SwitchState:
-    """Everything that the switch should hold.
+    """Everything that the switch should hold: `membership_state` and `traffic_state`."""
+    membership = membership_state(settings, hosts, bucket_homes, namespaces, groups)
+    return joined(membership, traffic_state(settings, residents, port_sets))
+
+
+def membership_state(
+    settings: Settings,
+    hosts: Sequence[Host],
+    bucket_homes: Sequence[Sequence[str]],
+    namespaces: Iterable[NamespaceInfo],
+    groups: Iterable[Group],
+) -> SwitchState:
+    """What the switch should hold of nodes and namespaces, which is nearly everything.
 
     `hosts`: every known node; `bucket_homes`: for each bucket the node ids that may answer for
-    it; `namespaces`: each with the nodes that may use it (all, if it names none); `port_sets`:
-    port bitmap to its place among the recurring sets.
+    it; `namespaces`: each with the nodes that may use it (all, if it names none).
     """
     state = SwitchState()
     _forwarding(state, settings, hosts)
@@ -203,14 +215,25 @@ def desired_state(
     for group in groups:
         members = [h for h in users.get(group.namespace, ()) if h.node_id in group.nodes]
         _reader_group(state, settings, group, members)
+    state.digests[HEAT_DIGEST] = HEAT_DIGEST_CONFIG
+    return state
+
+
+def traffic_state(
+    settings: Settings, residents: Iterable[Resident], port_sets: Mapping[int, int]
+) -> SwitchState:
+    """What the switch should hold of what passes: blocks in its memory, and sets of ports that
+    recur. `port_sets`: port bitmap to its place among them."""
+    state = SwitchState()
+    if not settings.enabled:
+        return state
     for resident in residents:
-        entries.update(resident_entries(resident))
+        state.entries.update(resident_entries(resident))
     for bits, place in port_sets.items():
         state.groups[PORT_SET_BASE + place] = frozenset(
             (settings.device_port(port), 0) for port in ports_of(bits)
         )
-        entries[PORT_SET, (bits,)] = ActionCall("set_group", (PORT_SET_BASE + place,))
-    state.digests[HEAT_DIGEST] = HEAT_DIGEST_CONFIG
+        state.entries[PORT_SET, (bits,)] = ActionCall("set_group", (PORT_SET_BASE + place,))
     return state
 
 

@@ -51,11 +51,13 @@ class DigestConfig:
 
 @dataclass
 class SwitchState:
-    """What a switch holds, or should hold, of the things that the controller owns."""
+    """What a switch holds, or should hold, of the things that the controller owns. `parts`: what
+    seldom changes, and the rest, if it was joined of these."""
 
     entries: dict[EntryKey, ActionCall] = field(default_factory=dict)
     groups: dict[int, frozenset[Replica]] = field(default_factory=dict)
     digests: dict[str, DigestConfig] = field(default_factory=dict)
+    parts: tuple[SwitchState, SwitchState] | None = field(default=None, compare=False)
 
     def copy(self) -> SwitchState:
         return SwitchState(dict(self.entries), dict(self.groups), dict(self.digests))
@@ -115,6 +117,24 @@ class Changes:
 
     def __len__(self) -> int:
         return len(self.upserts) + len(self.deletes)
+
+
+def joined(seldom: SwitchState, often: SwitchState) -> SwitchState:
+    """Both, which have nothing in common; neither may change any more."""
+    return SwitchState(
+        seldom.entries | often.entries,
+        seldom.groups | often.groups,
+        seldom.digests | often.digests,
+        (seldom, often),
+    )
+
+
+def changes_since(before: SwitchState, desired: SwitchState) -> Changes:
+    """As `diff`, of a switch that holds just what was desired before. What seldom changes is by far
+    the most, and is left out where it is the same object."""
+    if before.parts and desired.parts and before.parts[0] is desired.parts[0]:
+        return diff(before.parts[1], desired.parts[1])
+    return diff(before, desired)
 
 
 def diff(actual: SwitchState, desired: SwitchState) -> Changes:

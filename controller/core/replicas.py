@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 from kvcast.controller.core.requests import OpenRequests, Outgoing
 from kvcast.protocol.messages.control import (
     MAX_REPLICATED,
@@ -98,9 +99,9 @@ class NodeView:
     arena_used_bytes: int
 
 
-@dataclass(slots=True)
-class _Sent:
-    """How much a node sends of a block, in its `_Load`'s scale, and which copy it has."""
+class _Sent(msgspec.Struct, gc=False):
+    """How much a node sends of a block, in its `_Load`'s scale, and which copy it has. There are
+    hundreds of thousands, of which the garbage collector need not know."""
 
     scaled: float
     size_bytes: int

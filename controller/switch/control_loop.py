@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from kvcast.controller.core import program
 from kvcast.controller.core.pool import Action, Close, Plan, Pool, SavedState, Send
 from kvcast.controller.core.program import BROADCAST_MAC, L2_FORWARD, mac_number
-from kvcast.controller.core.reconcile import Change, SwitchState, diff
+from kvcast.controller.core.reconcile import Change, SwitchState, changes_since, diff
 from kvcast.controller.core.tiers import HeatSample
 from kvcast.p4.definitions import Decision, Fill
 from kvcast.protocol.messages.control import AgentMessage
@@ -109,6 +109,11 @@ class ControlLoop:
         self._not_before = 0.0
         self._held: SwitchState | None = None
         """The plan's state that the switch holds exactly; None if it may hold another."""
+        self._obsolete: Sequence[Change] = ()
+        """What is still to be deleted, once agents have been told."""
+        self._macs: frozenset[int] = frozenset()
+        self._macs_of: SwitchState | None = None
+        """The part of a plan that these are of."""
         self._hold_until = 0.0
         self._ticked_at = 0.0
         self._lost_at: float | None = self.rounded_at
@@ -209,13 +214,22 @@ class ControlLoop:
         register first. The leases begin with the first node that does: while none comes, all may be
         with a controller that has lost nothing but the switch.
         """
-        mirror = self.switch.mirror
-        served = mirror.entries if mirror is not None else {}
-        macs = {match[0] for table, match in served if table == L2_FORWARD}
+        macs = self._served_macs()
         known = {mac_number(n.address.mac) for n in self.pool.membership.nodes.values()}
         router = self.pool.options.settings.router_mac
         known |= {BROADCAST_MAC} | ({mac_number(router)} if router else set())
-        return frozenset(mac for mac in macs if isinstance(mac, int)) - known
+        return macs - known
+
+    def _served_macs(self) -> frozenset[int]:
+        """MACs that the switch forwards to; found again for each plan that changes them."""
+        held = self._held.parts[0] if self._held is not None and self._held.parts else None
+        if held is None or held is not self._macs_of:
+            mirror = self.switch.mirror
+            served = mirror.entries if mirror is not None else {}
+            macs = (match[0] for table, match in served if table == L2_FORWARD)
+            self._macs = frozenset(mac for mac in macs if isinstance(mac, int))
+            self._macs_of = held
+        return self._macs
 
     def _waits_for_strangers(self) -> bool:
         if not self._strangers():
@@ -233,13 +247,18 @@ class ControlLoop:
 
     async def _write(self, plan: Plan) -> None:
         assert self.switch.mirror is not None
-        if self._held is plan.desired:
+        before, self._held = self._held, None
+        if before is plan.desired:
+            self._held = before
             return
-        self._held = None
-        changes = diff(self.switch.mirror, plan.desired)
+        if before is not None:
+            changes = changes_since(before, plan.desired)
+        else:
+            changes = diff(self.switch.mirror, plan.desired)
         # A table may be too small for what is there and what comes. Agents have been told by now,
         # so nothing speaks for that order any more.
         first = changes.deletes if self._was_refused else ()
+        self._obsolete = () if first else changes.deletes
         self.programmed = await self._wrote([*first, *changes.upserts])
         self._was_refused = not self.programmed and self.switch.primary
 
@@ -248,8 +267,7 @@ class ControlLoop:
         if self.switch.mirror is None:
             return
         if self._held is not plan.desired:
-            changes = diff(self.switch.mirror, plan.desired)
-            if not await self._wrote([*changes.upserts, *changes.deletes]):
+            if not await self._wrote(self._obsolete):
                 return
             self._held = plan.desired
         self.pool.programmed(plan, self.clock())

@@ -650,17 +650,17 @@ def _same_generation() -> Any:
     faults=ANSWERERS,
 )
 def _everybody_answers() -> Any:
-    original = controller_pool.program.desired_state
+    original = controller_pool.program.membership_state
 
     def desired(settings: Any, hosts: Any, responders: Any, *rest: Any) -> Any:
         return original(settings, hosts, [[h.node_id for h in hosts] for _ in responders], *rest)
 
-    return mock.patch.object(controller_pool.program, "desired_state", desired)
+    return mock.patch.object(controller_pool.program, "membership_state", desired)
 
 
 @bug("the controller lets every port read every namespace", 5, faults=TENANTS)
 def _everybody_reads() -> Any:
-    original = controller_pool.program.desired_state
+    original = controller_pool.program.membership_state
 
     def desired(settings: Any, hosts: Any, responders: Any, namespaces: Any, *rest: Any) -> Any:
         import msgspec
@@ -668,7 +668,7 @@ def _everybody_reads() -> Any:
         namespaces = [msgspec.structs.replace(info, nodes=[]) for info in namespaces]
         return original(settings, hosts, responders, namespaces, *rest)
 
-    return mock.patch.object(controller_pool.program, "desired_state", desired)
+    return mock.patch.object(controller_pool.program, "membership_state", desired)
 
 
 # --- the P4 program -----------------------------------------------------------------------------

@@ -21,7 +21,9 @@ from kvcast.controller.core.reconcile import (
     SwitchState,
     Verb,
     apply,
+    changes_since,
     diff,
+    joined,
 )
 from kvcast.controller.core.residency import Resident
 from kvcast.protocol.messages import roce
@@ -129,6 +131,26 @@ def test_the_writes_lead_from_any_state_to_any_other(
     assert model.groups == desired.groups
     assert desired.digests.items() <= model.digests.items()
     assert len(diff(model, desired)) == 0
+
+
+@given(
+    seldom=st.lists(STATES, min_size=2, max_size=2), often=st.lists(STATES, min_size=2, max_size=2)
+)
+def test_what_changes_often_is_compared_alone_with_the_same_result(
+    seldom: list[SwitchState], often: list[SwitchState]
+) -> None:
+    for state in often:  # nothing in common with what changes seldom
+        state.entries = {("often", match): action for (_, match), action in state.entries.items()}
+        state.groups = {group + 10: copies for group, copies in state.groups.items()}
+        state.digests = {}
+    before = joined(seldom[0], often[0])
+    for after in (
+        joined(seldom[0], often[1]),
+        joined(seldom[1], often[0]),
+        joined(seldom[1], often[1]),
+        seldom[1],
+    ):
+        assert changes_since(before, after) == diff(before, after)
 
 
 def test_groups_come_before_the_entries_that_name_them_and_the_program_is_enabled_last() -> None:
