@@ -301,7 +301,7 @@ class ControllerService:
                 info = self._pool.configure_namespace(info.namespace, body.settings, now)
         except NamespaceError as error:
             raise HttpError(409, str(error)) from error
-        self._wake.set()
+        self._keep()
         return info, made
 
     def change_namespace(self, body: SettingsBody) -> NamespaceInfo:
@@ -316,7 +316,7 @@ class ControllerService:
         except msgspec.ValidationError as error:
             raise HttpError(400, f"settings: {error}") from error
         info = self._pool.configure_namespace(body.namespace, settings, time.monotonic())
-        self._wake.set()
+        self._keep()
         return info
 
     def delete_namespace(self, namespace: int) -> None:
@@ -326,7 +326,7 @@ class ControllerService:
             self._pool.delete_namespace(namespace, time.monotonic())
         except NamespaceError as error:
             raise HttpError(404, str(error)) from error
-        self._wake.set()
+        self._keep()
 
     def drain(self, node_id: str) -> None:
         """POST /v1/drain; HttpError."""
@@ -335,7 +335,7 @@ class ControllerService:
             self._pool.drain(node_id)
         except DrainError as error:
             raise HttpError(409, str(error)) from error
-        self._wake.set()
+        self._keep()
 
     def undrain(self, node_id: str) -> None:
         """DELETE /v1/drain; HttpError."""
@@ -344,7 +344,13 @@ class ControllerService:
             self._pool.undrain(node_id, time.monotonic())
         except DrainError as error:
             raise HttpError(409, str(error)) from error
+        self._keep()
+
+    def _keep(self) -> None:
+        """What an operator has said outlives this process, before the answer says so; HttpError."""
         self._wake.set()
+        if not self._loop.save():
+            raise HttpError(500, "in force, but not saved: it is forgotten with this process")
 
     def _refuse_backup(self) -> None:
         if self._loop.is_backup:

@@ -195,7 +195,7 @@ class ControlLoop:
         if usable and self._waits_for_strangers():
             return
         plan = self.pool.plan()
-        self._save()
+        self.save()
         try:
             if usable and switch.mirror is not None:
                 await self._write(plan)
@@ -289,7 +289,8 @@ class ControlLoop:
         self.pool.unprogrammed()
         self._not_before = self.clock() + RETRY_SWITCH_S
 
-    def _save(self) -> None:
+    def save(self) -> bool:
+        """Make what must outlive this process durable; whether that went."""
         try:
             if self._state.save(self.pool.saved()):
                 self.counts["state_writes"] += 1
@@ -297,6 +298,8 @@ class ControlLoop:
             # The pool goes on; what a restart would find is the last state that was saved.
             log.error("state not saved: %s", error)
             self.counts["state_errors"] += 1
+            return False
+        return True
 
     # --- events -----------------------------------------------------------------------------
 
