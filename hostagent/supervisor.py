@@ -36,15 +36,15 @@ from typing import Any, Final
 import msgspec
 from kvcast.hostagent.death_watch import DeathWatch
 from kvcast.hostagent.network import lander
-from kvcast.hostagent.network.courier import CourierLoop, compile_wait
+from kvcast.hostagent.network.compiled import have_ready
+from kvcast.hostagent.network.courier import CourierLoop
 from kvcast.hostagent.network.local_server import SocketInUseError
 from kvcast.hostagent.network.mover import Mover
 from kvcast.hostagent.network.survivors import Survivor
-from kvcast.hostagent.options import Options
+from kvcast.hostagent.options import RDMA_OFF, Options
 from kvcast.hostagent.standing import Standing, kept_options, stand_up
 from kvcast.hostagent.tiers.arena import ArenaError
 from kvcast.hostagent.tiers.kept import from_descriptors
-from kvcast.protocol import courier, lane, pushing
 from kvcast.protocol.links.backoff import pause_after
 from kvcast.protocol.messages import control, local
 from kvcast.protocol.messages.shared import INDEX_LAYOUT
@@ -555,7 +555,7 @@ class Supervisor:
 
 def supervise(options: Options, run: Run, takeover: bool) -> int:
     """Be a supervisor until the agent ends for good; the exit status."""
-    warm_up()
+    warm_up(cards=options.network.rdma != RDMA_OFF)
     peer: socket.socket | None = None
     try:
         if takeover:
@@ -574,15 +574,13 @@ def supervise(options: Options, run: Run, takeover: bool) -> int:
     return Supervisor(options, run, standing, deadline).main(told)
 
 
-def warm_up() -> None:
-    """Have what an agent compiles, imports or finds out of types ready before it is needed."""
+def warm_up(*, cards: bool) -> None:
+    """Have what an agent compiles, imports or finds out of types ready before it is needed.
+    `cards`: also what it needs for RDMA."""
     for messages in (local.ClientMessage, control.ControllerMessage):
         msgspec.msgpack.Decoder(messages)
+    have_ready(cards=cards)
     Placement(seed=1)
-    lane.compiled()
-    compile_wait()
-    courier.compiled()
-    pushing.compiled()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         Mover(sock, connected=False, joins=False)
         if lander.available():

@@ -3,18 +3,22 @@ cache, so that agents that start later find it there. Owns: the list of what is 
 """
 
 from kvcast.hostagent.network import calling_card, courier, lander, landing_zone, mover
-from kvcast.protocol import chains, lane, placement
+from kvcast.protocol import chains, lane, lookups, meetings, placement, pushing
 from kvcast.protocol import courier as couriers
 from kvcast.protocol.requester import landing
 
+_AGENT = (chains, couriers, lane, lookups, meetings, placement, pushing, courier, mover)
+_CARDS = (landing, calling_card, landing_zone)
+"""What an agent with an RDMA card runs besides."""
 
-def main() -> None:
-    """See the module's description."""
-    agents = (calling_card, courier, lander, landing_zone, mover)
-    for module in (chains, couriers, lane, placement, landing, *agents):
+
+def have_ready(*, cards: bool) -> None:
+    """Have it in this process, so that no fork of it compiles or reads anything."""
+    modules = (*_AGENT, *([lander] if lander.available() else []), *(_CARDS if cards else ()))
+    for module in modules:
         make = getattr(module, "compiled", None) or module._compiled
         make()
 
 
 if __name__ == "__main__":
-    main()
+    have_ready(cards=True)

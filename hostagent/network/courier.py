@@ -523,11 +523,6 @@ def _compiled() -> tuple[Callable[[int, int], int], Callable[[int], None]]:
     return library.call(wait), library.call(send_all)
 
 
-def compile_wait() -> None:
-    """Have it ready before it is needed."""
-    _compiled()
-
-
 class CourierSelector(selectors.EpollSelector):
     """A selector for an event loop, in whose waits a courier can run."""
 
