@@ -44,7 +44,7 @@ from kvcast.native.subset import (
     size_of,
     u64_at,
 )
-from kvcast.protocol.lane import NativeLane, entry_of, may_use
+from kvcast.protocol.lane import NativeLane, entry_of, may_lie_below, may_use
 from kvcast.protocol.meetings import (
     Meetings,
     NativeMeetings,
@@ -199,7 +199,8 @@ class Giving(Struct):
     refused: U64
     """Requests that were not granted."""
     knows_all: U64
-    """Where it stands whether what the index has not is certainly not here; 0: it is not."""
+    """Where it stands whether what neither the index nor the lane's counters have is certainly not
+    here; 0: it is not."""
 
 
 class Expected(Struct):
@@ -386,7 +387,9 @@ def give_next(g: Giving, giver: Giver) -> bool:
         if may_ask_for(g, giver, asked.namespace):
             reply.status = COUNTED
             reply.size = held_of(lane, asked.namespace, address_of(asked), asked.start)
-            if g.knows_all != 0:
+            after = address_of(asked) + size_of(Request) + reply.size * KEY_BYTES
+            whole = reply.size == asked.start
+            if g.knows_all != 0 and (whole or not may_lie_below(lane, asked.namespace, after)):
                 reply.digest = u64_at(g.knows_all)[0]
             return True
     elif may_ask_for(g, giver, asked.namespace):

@@ -39,7 +39,6 @@ from typing import Any, Final, NamedTuple
 from kvcast.native.linux import swap16
 from kvcast.native.subset import (
     I32,
-    U8,
     U16,
     U32,
     U64,
@@ -71,6 +70,7 @@ from kvcast.protocol.conveyor import (
     ask_for,
     next_expected,
 )
+from kvcast.protocol.lane import may_be_counted, mixed_of
 from kvcast.protocol.messages import shared
 from kvcast.protocol.messages.questions import (
     ANSWER,
@@ -455,7 +455,7 @@ class Courier(Struct):
     """The index in shared memory, by words."""
     index_bits: U64
     """It has 2^that buckets."""
-    below: Ptr[U8]
+    below: U64
     """2^`below_bits` counters of what lies below DRAM (`hostagent.tiers.counting_filter`),"""
     below_bits: U64
     """0: there is nothing below."""
@@ -522,7 +522,7 @@ def meaning_in_force(courier: Courier, namespace: U64) -> U64:
 
 @native
 def _mixed_of(q: Question) -> U64:
-    return (q.key + q.rest_of_key * _BY_LOW + q.namespace * _BY_NAMESPACE) * _SPREAD
+    return mixed_of(0 + q.namespace, 0 + q.key, 0 + q.rest_of_key)
 
 
 @native
@@ -545,12 +545,7 @@ def may_be_here(courier: Courier, q: Question) -> bool:
 @native
 def may_be_below(courier: Courier, q: Question) -> bool:
     """Whether neither of the block's two counters says that it is not below DRAM."""
-    if courier.below_bits == 0:
-        return False
-    mixed = _mixed_of(q)
-    if courier.below[mixed >> (64 - courier.below_bits)] == 0:
-        return False
-    return courier.below[(mixed * _SPREAD_AGAIN) >> (64 - courier.below_bits)] != 0
+    return may_be_counted(0 + courier.below, 0 + courier.below_bits, _mixed_of(q))
 
 
 @native

@@ -174,6 +174,10 @@ class NativeLane(Struct):
     """Those of them that a switch had marked."""
     full: U64
     """READs that found too few `frames_left`, while the lane was open."""
+    below: U64
+    """2^`below_bits` counters of what lies below DRAM (`hostagent.tiers.counting_filter`),"""
+    below_bits: U64
+    """0: nothing lies there."""
 
 
 @native
@@ -196,9 +200,32 @@ def slot_in(lane: NativeLane, bucket: U64, namespace: U64, high: U64, low: U64) 
 
 
 @native
+def mixed_of(namespace: U64, high: U64, low: U64) -> U64:
+    """A block's hash, as `shared.mixed`."""
+    return (high + low * _BY_LOW + namespace * _BY_NAMESPACE) * _SPREAD
+
+
+@native
+def may_be_counted(counters: U64, bits: U64, mixed: U64) -> bool:
+    """Whether neither of a block's two of 2^`bits` counters says that it is not there; with no bits
+    nothing is."""
+    if bits == 0 or bytes_at(counters)[mixed >> (64 - bits)] == 0:
+        return False
+    return bytes_at(counters)[(mixed * _SPREAD_AGAIN) >> (64 - bits)] != 0
+
+
+@native
+def may_lie_below(lane: NativeLane, namespace: U64, key: U64) -> bool:
+    """Whether the block whose key is at an address may lie below DRAM."""
+    words = u64_at(key)
+    mixed = mixed_of(namespace, 0 + words[0], 0 + words[1])
+    return may_be_counted(0 + lane.below, 0 + lane.below_bits, mixed)
+
+
+@native
 def entry_of(lane: NativeLane, namespace: U64, high: U64, low: U64) -> U64:
     """Where the index's entry of a block lies that is held; 0 if there is none."""
-    mixed = (high + low * _BY_LOW + namespace * _BY_NAMESPACE) * _SPREAD
+    mixed = mixed_of(namespace, high, low)
     shift = 64 - lane.bucket_bits
     at = slot_in(lane, mixed >> shift, namespace, high, low)
     if at == 0:
@@ -409,6 +436,12 @@ class Lane:
         lane.jobs = ctypes.addressof(self._jobs)
         lane.answered = ctypes.addressof(self._answered)
         self._shut = False
+
+    def use_below(self, counters: memoryview, bits: int) -> None:
+        """What may lie below DRAM by these 2^bits counters may be there, and nothing else."""
+        self._below = counters
+        self._lane.below = address_of_buffer(counters)
+        self._lane.below_bits = bits
 
     def use(self, access: Mapping[int, Collection[int] | None], offer: bytes) -> None:
         """What follows from the pool's map: by namespace which nodes may use it (None: all), and

@@ -53,7 +53,7 @@ from kvcast.protocol.courier import (
     may_look_up,
     taker_for,
 )
-from kvcast.protocol.lane import NativeLane
+from kvcast.protocol.lane import NativeLane, may_lie_below
 from kvcast.protocol.messages.questions import COUNTED, MAX_CHAIN, MAX_DEADLINE_MS
 from kvcast.protocol.messages.wire import BUCKETS, KEY_BYTES
 
@@ -101,7 +101,7 @@ class Lookups(Struct):
     lane: Ptr[NativeLane]
     """Of which only the index matters."""
     knows_all: U64
-    """Whether what the index has not is certainly not on this node."""
+    """Whether what neither the index nor the lane's counters have is certainly not on this node."""
     lookups: Ptr[Lookup]
     parts: Ptr[Part]
     """By taker."""
@@ -297,7 +297,10 @@ def _settle_lookup(s: Lookups, number: U64, now_ns: U64) -> None:
             if asked:
                 return
             lookup.certain = 0
-    settled = lookup.gap == lookup.count or (lookup.certain != 0 and s.knows_all != 0)
+    settled = lookup.gap == lookup.count
+    if not settled and lookup.certain != 0 and s.knows_all != 0:
+        gap = lookup.keys + lookup.gap * KEY_BYTES
+        settled = not may_lie_below(s.lane[0], lookup.namespace, gap)
     if lookup.gap == 0 and not settled:
         _hand_lookup_over(s, number)
         return

@@ -388,7 +388,10 @@ class AgentCore:
         self.handover.lower = below.blocks
         self.handover.recall = self._recall
         if self.reads.courier is not None:
-            self.reads.courier.use_below(below.counted())
+            counted = below.counted()
+            self.reads.courier.use_below(counted)
+            if self.lane is not None:
+                self.lane.use_below(counted.memory, counted.bits)
         for tier in tiers:
             tier.meaning_of = self._meaning_of
             tier.became_ready = self._hand_over_found

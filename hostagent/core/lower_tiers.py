@@ -24,6 +24,12 @@ class LowerTiers:
     def __init__(self, tiers: Sequence[SsdTier]) -> None:
         assert tiers
         self._tiers = list(tiers)
+        self._is_filtered = False
+
+    @property
+    def is_counted(self) -> bool:
+        """As `store.Below`."""
+        return self._is_filtered and all(tier.is_ready for tier in self._tiers)
 
     def holds(self, block: BlockId) -> bool:
         """As `store.Below`."""
@@ -67,6 +73,7 @@ class LowerTiers:
         of_all = CountingFilter(sum(tier.most_blocks for tier in self._tiers))
         for tier in self._tiers:
             tier.use_filter(of_all)
+        self._is_filtered = True
         return of_all
 
     def blocks(self) -> Iterable[BlockId]:

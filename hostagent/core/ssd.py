@@ -298,6 +298,8 @@ class SsdTier:
     `wake`, and when `get_timer` says so."""
 
     is_shared: Final = False
+    is_counted: Final = False
+    """As `store.Below`: the filter is of all tiers together."""
 
     def __init__(
         self,

@@ -203,6 +203,11 @@ class Below(Protocol):
     """The tier to which copies go before they leave the store, and from which they come back. It
     may pin, unpin and evict copies of the store, but not while the store calls it."""
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether all that it may have is in a filter that compiled code looks into."""
+        ...
+
     def holds(self, block: BlockId) -> bool:
         """Whether it has the block."""
         ...
@@ -259,6 +264,8 @@ class Beyond(Protocol):
 
 class _NothingBelow:
     """What leaves the store is gone."""
+
+    is_counted: Final = True
 
     def holds(self, block: BlockId) -> bool:
         return False
@@ -598,10 +605,9 @@ class Store:
 
     @property
     def is_all_in_index(self) -> bool:
-        """Whether the index in shared memory has every block that the store has, and there is no
-        other place where one may lie."""
-        only_here = isinstance(self.below, _NothingBelow) and self.beyond is None
-        if self.recovery is not None or not only_here:
+        """Whether the index in shared memory has every block that the store has, and a filter all
+        that lie elsewhere on this node."""
+        if self.recovery is not None or self.beyond is not None or not self.below.is_counted:
             return False
         return self.elsewhere.held(0, b"")[1] == len(self._index)
 

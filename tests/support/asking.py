@@ -14,6 +14,7 @@ from kvcast.bench.fuzz.courier import HOME, NAMESPACE, Stand, key_of
 from kvcast.hostagent.core.shared_index import Region, SharedIndex
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.tiers.arena import Allocator
+from kvcast.hostagent.tiers.counting_filter import CountingFilter
 from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.protocol.conveyor import REQUEST, Givers
 from kvcast.protocol.lane import Lane
@@ -28,10 +29,21 @@ _SLAB = 8192
 _SLABS = 32
 
 
-class Home:
-    """A node that has some blocks, and what it says on its end of a conveyor."""
+def counted_of(blocks: Sequence[int]) -> CountingFilter:
+    """A filter of these blocks."""
+    counted = CountingFilter()
+    for block in blocks:
+        counted.add(BlockId(NAMESPACE, key_of(block)))
+    return counted
 
-    def __init__(self, held: Sequence[int], *, knows_all: bool = True) -> None:
+
+class Home:
+    """A node that has some blocks, and what it says on its end of a conveyor. `below`: what may lie
+    below its DRAM."""
+
+    def __init__(
+        self, held: Sequence[int], *, knows_all: bool = True, below: Sequence[int] = ()
+    ) -> None:
         size_bytes = _SLAB * _SLABS
         self._memory = memoryview(bytearray(size_bytes))
         store = Store(Allocator(size_bytes, _SLAB))
@@ -39,6 +51,9 @@ class Home:
         shared = SharedIndex(Index(index_memory, size_bytes, 1), store, barrier=lambda: None)
         lane = Lane(index_memory, self._memory, max_chunk_bytes=1024)
         lane.use({NAMESPACE: None, 2: [HOME]}, b"")
+        if below:
+            counted = counted_of(below)
+            lane.use_below(counted.memory, counted.bits)
         pins = memoryview(bytearray(REGION_BYTES))
         shared.join(Region(pins, size_bytes, lambda why: pytest.fail(why)))
         self._knows_all = ctypes.c_uint64(knows_all)

@@ -7,9 +7,10 @@ sockets (`test_hostagent_conveyor_pool`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
-from asking import OTHER, Asking, Home
+from asking import OTHER, Asking, Home, counted_of
 from kvcast.bench.fuzz.courier import HOME, NAMESPACE, key_of
 from kvcast.protocol.conveyor import COUNTED as REPLY_COUNTED
 from kvcast.protocol.conveyor import GIVEN_HERE, NOT_HERE, REPLY, REQUEST
@@ -77,6 +78,33 @@ def test_what_may_lie_here_below_dram_is_the_agents_to_count() -> None:
     asking.ask(range(4))
     asking.converse({HOME: Home([0, 1])})
     assert asking.answer() == (COUNTED, 1, 2)
+
+
+def test_a_home_whose_filter_has_not_the_next_key_is_certain_that_it_has_it_not() -> None:
+    asking = Asking()
+    asking.ask(range(4))
+    asking.converse({HOME: Home([0, 1], below=[0, 3])})
+    assert asking.answer() == (COUNTED, 0, 2)
+    asking.ask(range(4))
+    asking.converse({HOME: Home([0, 1], below=[2])})
+    assert asking.answer() == (COUNTED, 1, 2), "it may lie on its disk"
+    asking.ask(range(2))
+    asking.converse({HOME: Home([0, 1], below=[0, 1])})
+    assert asking.answer() == (COUNTED, 0, 2)
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_what_the_filter_of_this_node_has_is_the_agents_to_count(*, is_counted: bool) -> None:
+    asking = Asking()
+    asking.courier.use_below(counted_of([5, 7]))
+    below = mock.Mock(is_counted=is_counted)
+    asking.stand.store.below = below
+    asking.ask(range(4))
+    asking.converse({HOME: Home([0, 1])})
+    assert asking.answer() == (COUNTED, 0 if is_counted else 1, 2)
+    asking.ask([0, 1, 5, 6])
+    asking.converse({HOME: Home([0, 1])})
+    assert asking.answer() == (COUNTED, 1, 2), "it may lie on the disk here"
 
 
 def test_the_next_home_of_the_first_gap_is_asked_for_that_key() -> None:

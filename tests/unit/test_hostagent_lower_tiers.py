@@ -7,6 +7,7 @@ one's blocks as an agent does, from the same bytes.
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import pytest
 from dram import SIZE, Dram, block
@@ -275,3 +276,13 @@ def test_further_arenas_are_given_by_path_and_size(capsys: pytest.CaptureFixture
     ):
         assert given(*wrong) == (("refused", 0),), wrong
         assert why in capsys.readouterr().err
+
+
+def test_a_filter_tells_all_once_every_tier_knows_what_it_has() -> None:
+    bench = Bench()
+    assert not bench.below.is_counted, "nobody has asked for a filter"
+    bench.below.counted()
+    assert bench.below.is_counted
+    with mock.patch.object(SsdTier, "is_ready", False):
+        assert not bench.below.is_counted
+        assert not bench.store.is_all_in_index
