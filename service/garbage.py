@@ -13,8 +13,9 @@ from typing import Final
 _YOUNG: Final = 700
 _MIDDLE: Final = 10
 """The interpreter's own: what is young is looked at as often as ever."""
-_FULL: Final = 1000
-"""Collections of the second generation before one of all; the interpreter's own is 10."""
+_FULL: Final = 100
+"""Collections of the second generation before one of all; the interpreter's own is 10. So a cycle
+that has grown old and is lost waits until 700,000 objects more have come than gone, at most."""
 
 
 def spare_what_stays() -> None:
