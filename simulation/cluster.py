@@ -317,11 +317,14 @@ class Cluster:
         except DrainError:
             return None
 
-        def end() -> None:
+        def end(tries: int = 200) -> None:
             now = self.primary_controller()
             if now is not None and now.process is not None:
                 with contextlib.suppress(DrainError):
                     now.process.undrain(node_id)
+                    return
+            if tries:  # nobody answers operators now, or who does has not heard of the node yet
+                self.world.after(0.1, lambda: end(tries - 1))
 
         return end
 

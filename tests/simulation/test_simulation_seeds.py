@@ -29,11 +29,12 @@ ONCE_FAILED = frozenset(
     {100439, 101615, 210318, 300972, 301550, 301628, 400206, 433284}
     | {440446, 443230, 443572, 443954, 446090, 770210, 781572, 781867}
     | {800677, 820718, 825138, 830220, 1200157, 1211983, 1250590}
+    | {1260413, 1261585, 1404833}
 )
 """What the product, or the simulation itself, once did wrong (docs/simulation.md)."""
 FAILED_WITH = {
     **dict.fromkeys((1300015, 1300016, 1300193, 1300442), ("operator",)),
-    1300441: ("kept", "operator"),
+    **dict.fromkeys((1262566, 1300441), ("kept", "operator")),
 }
 """The same, in runs with these features."""
 
