@@ -199,7 +199,7 @@ class Giving(Struct):
     refused: U64
     """Requests that were not granted."""
     knows_all: U64
-    """Where it stands whether what neither the index nor the lane's counters have is certainly not
+    """Where it stands whether what neither the index nor the lane's filter has is certainly not
     here; 0: it is not."""
 
 

@@ -53,7 +53,7 @@ from kvcast.protocol.courier import (
     may_look_up,
     taker_for,
 )
-from kvcast.protocol.lane import NativeLane, may_lie_below
+from kvcast.protocol.lane import NativeLane, may_be_counted, mixed_of
 from kvcast.protocol.messages.questions import COUNTED, MAX_CHAIN, MAX_DEADLINE_MS
 from kvcast.protocol.messages.wire import BUCKETS, KEY_BYTES
 
@@ -101,7 +101,7 @@ class Lookups(Struct):
     lane: Ptr[NativeLane]
     """Of which only the index matters."""
     knows_all: U64
-    """Whether what neither the index nor the lane's counters have is certainly not on this node."""
+    """Whether what neither the index nor the courier's filter has is certainly not on this node."""
     lookups: Ptr[Lookup]
     parts: Ptr[Part]
     """By taker."""
@@ -282,6 +282,7 @@ def counted_came(s: Lookups, taker: Taker, place: U64, now_ns: U64) -> bool:
 def _settle_lookup(s: Lookups, number: U64, now_ns: U64) -> None:
     """All who were asked have replied: ask the next home of the key at the gap, or answer."""
     lookup = s.lookups[number]
+    courier = s.courier[0]
     if lookup.gap < lookup.count and lookup.certain != 0:
         lookup.round += 1
         key = u64_at(lookup.keys + lookup.gap * KEY_BYTES)
@@ -299,14 +300,14 @@ def _settle_lookup(s: Lookups, number: U64, now_ns: U64) -> None:
             lookup.certain = 0
     settled = lookup.gap == lookup.count
     if not settled and lookup.certain != 0 and s.knows_all != 0:
-        gap = lookup.keys + lookup.gap * KEY_BYTES
-        settled = not may_lie_below(s.lane[0], lookup.namespace, gap)
+        key = u64_at(lookup.keys + lookup.gap * KEY_BYTES)
+        mixed = mixed_of(0 + lookup.namespace, 0 + key[0], 0 + key[1])
+        settled = not may_be_counted(0 + courier.below, 0 + courier.below_bits, mixed)
     if lookup.gap == 0 and not settled:
         _hand_lookup_over(s, number)
         return
     s.answered += 1
     if lookup.client != NOBODY:
-        courier = s.courier[0]
         answer = courier.answers[begin_answer(courier, lookup.client, lookup.number)]
         answer.status = COUNTED
         answer.tier = 0 if settled else 1

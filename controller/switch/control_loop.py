@@ -247,10 +247,10 @@ class ControlLoop:
 
     async def _write(self, plan: Plan) -> None:
         assert self.switch.mirror is not None
-        before, self._held = self._held, None
+        before = self._held
         if before is plan.desired:
-            self._held = before
             return
+        self._held = None
         if before is not None:
             changes = changes_since(before, plan.desired)
         else:

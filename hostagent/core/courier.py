@@ -664,7 +664,6 @@ class Courier:
         self._kept.append(of_blocks)
         self._courier.below = address_of_buffer(of_blocks.memory)
         self._courier.below_bits = of_blocks.bits
-        self.lookups.use_below(of_blocks)
 
     def learn(self, now: float, block: BlockId, size_bytes: int) -> None:
         """This block was fetched: the next of its namespace will be about as large, or as large as

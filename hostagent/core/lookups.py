@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.store import Store
-from kvcast.hostagent.tiers.counting_filter import CountingFilter
 from kvcast.native.subset import ctypes_of
 from kvcast.protocol import lookups
 from kvcast.protocol.chains import NOBODY
@@ -22,7 +21,6 @@ from kvcast.protocol.lane import NativeLane
 from kvcast.protocol.messages.questions import MAX_CHAIN
 from kvcast.protocol.messages.shared import entries_offset
 from kvcast.protocol.messages.wire import BUCKETS, KEY_BYTES
-from kvcast.protocol.placement import address_of_buffer
 
 _HOMES: Final = MOST_HOMES * BUCKETS
 
@@ -40,8 +38,7 @@ class Lookups:
         self.address = ctypes.addressof(native)
         self.knows_all_at = self.address + type(native).knows_all.offset
         """Where it stands whether what the index has not is certainly not on this node."""
-        self._lane: Any = ctypes_of(NativeLane)()
-        lane = self._lane
+        lane: Any = ctypes_of(NativeLane)()
         lane.index, lane.bucket_bits = index_address, index_bits
         lane.entries = entries_offset(1 << index_bits)
         asked = (ctypes_of(lookups.Lookup) * lookups.LOOKUPS)()
@@ -63,11 +60,6 @@ class Lookups:
         native.homes = ctypes.addressof(self._homes)
         native.held = ctypes.addressof(held)
         native.nodes = ctypes.addressof(nodes)
-
-    def use_below(self, of_blocks: CountingFilter) -> None:
-        """What may lie below DRAM by this filter may be on this node."""
-        self._lane.below = address_of_buffer(of_blocks.memory)
-        self._lane.below_bits = of_blocks.bits
 
     def prepare(self, pool: Pool | None) -> None:
         """From now on they run."""

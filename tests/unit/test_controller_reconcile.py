@@ -7,6 +7,7 @@ be empty. Cannot see: encoding (the integration tests read real tables back).
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -151,6 +152,23 @@ def test_what_changes_often_is_compared_alone_with_the_same_result(
         seldom[1],
     ):
         assert changes_since(before, after) == diff(before, after)
+
+
+def test_what_changes_seldom_is_not_looked_at_while_it_is_the_same() -> None:
+    class Untouched(dict[Any, Any]):
+        def __iter__(self) -> Any:
+            raise AssertionError("all of it was looked through")
+
+        items = get = __contains__ = __iter__  # type: ignore[assignment]
+
+    seldom = SwitchState()
+    often = [SwitchState({("resident", (n,)): ActionCall("a")}) for n in (1, 2)]
+    before, after = (joined(seldom, each) for each in often)
+    for state in (seldom, before, after):
+        state.entries = Untouched()
+    changes = changes_since(before, after)
+    assert [change.key for change in changes.upserts] == [("resident", (2,))]
+    assert [change.key for change in changes.deletes] == [("resident", (1,))]
 
 
 def test_groups_come_before_the_entries_that_name_them_and_the_program_is_enabled_last() -> None:
