@@ -6,14 +6,17 @@ sockets (`test_hostagent_conveyor_pool`).
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from unittest import mock
 
 import pytest
 from asking import OTHER, Asking, Home, counted_of
-from kvcast.bench.fuzz.courier import HOME, NAMESPACE, key_of
+from kvcast.bench.fuzz.courier import HOME, NAMESPACE, Stand, key_of
+from kvcast.hostagent.core.ssd import SsdRules, SsdTier
+from kvcast.hostagent.tiers.ssd.layout import cut_of, open_formatted
 from kvcast.protocol.conveyor import COUNTED as REPLY_COUNTED
-from kvcast.protocol.conveyor import GIVEN_HERE, NOT_HERE, REPLY, REQUEST
+from kvcast.protocol.conveyor import GIVEN_HERE, NOT_HERE, REPLY, REQUEST, Givers
 from kvcast.protocol.lookups import LOOKUPS
 from kvcast.protocol.messages.questions import (
     ASK_AGENT,
@@ -22,7 +25,9 @@ from kvcast.protocol.messages.questions import (
     MAX_CHAIN,
     QUESTION,
 )
-from kvcast.protocol.messages.wire import bucket_of
+from kvcast.protocol.messages.shared import REGION_BYTES
+from kvcast.protocol.messages.wire import BlockId, bucket_of
+from kvcast.simulation.disk import SimDisk
 
 
 def test_a_prefix_goes_on_through_what_lies_here_and_at_home() -> None:
@@ -105,6 +110,28 @@ def test_what_the_filter_of_this_node_has_is_the_agents_to_count(*, is_counted: 
     asking.ask([0, 1, 5, 6])
     asking.converse({HOME: Home([0, 1])})
     assert asking.answer() == (COUNTED, 1, 2), "it may lie on the disk here"
+
+
+def test_a_home_with_a_disk_is_certain_of_what_cannot_lie_there() -> None:
+    home = Stand()
+    disk = SimDisk(random.Random(1))
+    formatted = open_formatted(disk, cut_of("node", 1 << 19, 4096, 1 << 17), 7)
+    tier = SsdTier(SsdRules(), home.store, home.memory, [formatted], epoch_s=1e9)
+    home.core.use_tiers([tier])
+    tier._table.filter.add(BlockId(NAMESPACE, key_of(1)))  # as if that had gone there
+    assert home.core.lane is not None
+    pins = memoryview(bytearray(REGION_BYTES))
+    known = home.courier.lookups.knows_all_at
+    givers = Givers(home.core.lane.address, pins, knows_all=known)
+    number = givers.begin(HOME)
+    assert number is not None
+    asking = Asking()
+    for block, answer in ((1, (ASK_AGENT, 0, 0)), (2, (COUNTED, 0, 0))):
+        home.courier.prepare(home.now)
+        asking.ask([block])
+        givers.hear(number, asking.request_to(HOME))
+        asking.replies(HOME, givers.bytes_to_send(number, 1 << 20))
+        assert asking.answer() == answer, block
 
 
 def test_the_next_home_of_the_first_gap_is_asked_for_that_key() -> None:
