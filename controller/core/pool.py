@@ -263,7 +263,7 @@ class Pool:
         self._moves_since = self._now = now
         self._placement: Placement = place((), 1)
         self._desired = joined(SwitchState(), SwitchState())
-        self._desired_for: tuple[object, object] | None = None
+        self._desired_for: tuple[object, object] = None, None
         """What `_desired` was computed from; the plan of a quiet pool costs next to nothing."""
         self._map: PoolMap | None = None
         self._map_due: set[int] = set()
@@ -499,17 +499,15 @@ class Pool:
         answer = reply.message if isinstance(reply.message, said_of) else None
         if answer is None or answer.info.namespace != deleted:
             self._replies.append(reply)
-        elif reply.connection not in self._nodes_of:
-            pass  # nobody waits for it
-        elif isinstance(answer, NamespaceReply):
+        elif isinstance(answer, GroupReply):
+            refused = Refused(f"namespace {deleted} was deleted", answer.request)
+            self._replies.append(Send(reply.connection, refused))
+        elif reply.connection in self._nodes_of:
             said = answer.info
             parts = (said.tenant, said.model, said.version, said.layout)
             question = NamespaceRequest(answer.request, *parts)
             answers = self._namespace(reply.connection, question, now)
             self._replies += [action for action in answers if isinstance(action, Send)]
-        else:
-            refused = Refused(f"namespace {deleted} was deleted", answer.request)
-            self._replies.append(Send(reply.connection, refused))
 
     def _may_use(self, namespace: int, node_id: str) -> bool:
         """Whether a node may use a namespace."""
@@ -762,20 +760,20 @@ class Pool:
         views = self.membership.views
         residents = self.tiers.residency.residents.values()
         settings = self.options.settings
-        seldom = (
+        members = (
             views.addresses,
             self.answering,
             frozenset((n, tuple(info.nodes)) for n, info in self.namespaces.by_number.items()),
             frozenset(self.namespaces.groups.values()),
         )
-        often = (
+        traffic_of = (
             tuple((resident.block, resident.generation) for resident in residents),
             self.multicast_groups.places,
         )
-        if (seldom, often) != self._desired_for:
+        if (members, traffic_of) != self._desired_for:
             assert self._desired.parts is not None
             membership, traffic = self._desired.parts
-            if self._desired_for is None or seldom != self._desired_for[0]:
+            if members != self._desired_for[0]:
                 membership = program.membership_state(
                     settings,
                     [program.Host(node_id, address) for node_id, address in views.addresses],
@@ -783,10 +781,10 @@ class Pool:
                     self.namespaces.by_number.values(),
                     self.namespaces.groups.values(),
                 )
-            if self._desired_for is None or often != self._desired_for[1]:
+            if traffic_of != self._desired_for[1]:
                 traffic = program.traffic_state(settings, residents, self.multicast_groups.places)
             self._desired = joined(membership, traffic)
-            self._desired_for = seldom, often
+            self._desired_for = members, traffic_of
         plan = Plan(
             desired=self._desired,
             map=self._map,

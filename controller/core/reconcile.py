@@ -51,8 +51,8 @@ class DigestConfig:
 
 @dataclass
 class SwitchState:
-    """What a switch holds, or should hold, of the things that the controller owns. `parts`: what
-    seldom changes, and the rest, if it was joined of these."""
+    """What a switch holds, or should hold, of the things that the controller owns. `parts`: the
+    stable and the changing one, if it was joined of these."""
 
     entries: dict[EntryKey, ActionCall] = field(default_factory=dict)
     groups: dict[int, frozenset[Replica]] = field(default_factory=dict)
@@ -119,19 +119,19 @@ class Changes:
         return len(self.upserts) + len(self.deletes)
 
 
-def joined(seldom: SwitchState, often: SwitchState) -> SwitchState:
+def joined(stable: SwitchState, changing: SwitchState) -> SwitchState:
     """Both, which have nothing in common; neither may change any more."""
     return SwitchState(
-        seldom.entries | often.entries,
-        seldom.groups | often.groups,
-        seldom.digests | often.digests,
-        (seldom, often),
+        stable.entries | changing.entries,
+        stable.groups | changing.groups,
+        stable.digests | changing.digests,
+        (stable, changing),
     )
 
 
 def changes_since(before: SwitchState, desired: SwitchState) -> Changes:
-    """As `diff`, of a switch that holds just what was desired before. What seldom changes is by far
-    the most, and is left out where it is the same object."""
+    """As `diff`, of a switch that holds just what was desired before. The stable part is by far the
+    larger one, and is not looked through where it is the same object."""
     if before.parts and desired.parts and before.parts[0] is desired.parts[0]:
         return diff(before.parts[1], desired.parts[1])
     return diff(before, desired)
