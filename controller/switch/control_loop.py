@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from kvcast.controller.core import program
 from kvcast.controller.core.pool import Action, Close, Plan, Pool, SavedState, Send
 from kvcast.controller.core.program import BROADCAST_MAC, L2_FORWARD, mac_number
-from kvcast.controller.core.reconcile import Change, SwitchState, changes_since, diff
+from kvcast.controller.core.reconcile import Change, SwitchState, changes_since
 from kvcast.controller.core.tiers import HeatSample
 from kvcast.p4.definitions import Decision, Fill
 from kvcast.protocol.messages.control import AgentMessage
@@ -251,10 +251,7 @@ class ControlLoop:
         if before is plan.desired:
             return
         self._held = None
-        if before is not None:
-            changes = changes_since(before, plan.desired)
-        else:
-            changes = diff(self.switch.mirror, plan.desired)
+        changes = changes_since(before or self.switch.mirror, plan.desired)
         # A table may be too small for what is there and what comes. Agents have been told by now,
         # so nothing speaks for that order any more.
         first = changes.deletes if self._was_refused else ()
