@@ -6,50 +6,52 @@
 Owns: what engines are asked for, in which order, the report. Must not know: how an engine is run,
 or what a way of sharing consists of (`engines/`), or how the pool works.
 
-One vLLM engine computes prefixes, on a node of its own. Then N engines on N other nodes are asked
-for one of them at the same moment, with a few tokens of their own behind it; the time until the
-first token is what counts, of each. Every prefix is asked for once, so nothing is in anybody's
-cache. This is done with kvcast, then with each peer (`engines/ways.py`), with the same engines'
-options, nodes, links and rounds; and once with prompts that nobody has computed (`recompute`).
-Figures are medians over engines and rounds.
+**What is measured.** One vLLM engine, on a node of its own, computes prefixes. Then N engines on N
+other nodes are asked for one of them at the same moment, each with a few tokens of its own behind
+it. The time until the first token counts, of each. Every prefix is asked for once, so nothing is in
+anybody's cache. This is done with kvcast, and with each peer (`engines/ways.py`): the same options
+of the engines, the same nodes, links and rounds. It is done once more with prompts that nobody has
+computed (`recompute`). Figures are medians over engines and rounds.
 
-The nodes are network namespaces, joined by one software switch whose ports have one rate each way;
-everything else shares this machine's processors. What was the limit is told by each case:
-`link_busy`, the share of the busiest link's rate that was used until the last engine had its
-token, and `processors_busy`, the share of all processors' time. With `link_busy` near 1 the links
-were; with `processors_busy` near 1 and `link_busy` well below it, the figures say more about this
-machine. `limit` says which of the two it was, and `cases_limited_by_links` in how many of kvcast's
-cases it was the links. `busiest_link_bytes`: what passed that link, headers and all; a prefix has
-1 KiB a token. `not_all_cached` counts answers for which a part of the prefix was computed after
-all.
+Peers load whatever they find. So kvcast does the same here (`weigh` is off): what is compared is
+how fast a prefix comes. By default the writer's node keeps all blocks, so everything is read over
+its link; this is the case of one hot prefix. With `--spread`, kvcast's blocks have their homes on
+all nodes; peers stay as they are.
 
-The fields at the top are of the prefix with which kvcast stands worst. `ttft_over_best_peer_n1`:
-kvcast's median ÷ the least of the peers', one engine alone; `_n4`: four at once; `growth_1_to_4`:
-kvcast's median of four ÷ that of one.
+**Where.** The nodes are network namespaces (which need root). One software switch joins them, and
+its ports have one rate each way. All of them share this machine's processors.
 
-By default the writer's node keeps everything, so whatever is read comes from its link: the case of
-one hot prefix. `--spread`: kvcast's blocks have their homes on all nodes; peers stay as they are.
+**What was the limit.** Each case says it:
 
-Peers load whatever they find, and so does kvcast there (`weigh` is off): what is compared is how
-fast a prefix comes.
+- `link_busy`: the share of the busiest link's rate that was used until the last engine had its
+  token; `processors_busy`: the share of all processors' time.
+- `limit`: which of the two it was. With `link_busy` near 1 it was the links. With `processors_busy`
+  near 1 and `link_busy` well below, the figures say more about this machine.
+- `cases_limited_by_links`: in how many of kvcast's cases it was the links.
+- `busiest_link_bytes`: what passed that link, with headers; a prefix has 1 KiB a token.
+- `not_all_cached`: answers for which a part of the prefix was computed after all.
 
-`storm_over_recompute`: one engine is asked for eight prefixes at once, of half of which a block's
-bytes have changed where they lie, so that these loads fail; ÷ the same with prompts that nobody has
-computed. At most 1 says that a pool that fails costs no more than having none. Here the connector
-weighs, as it does by default, and has loaded one prefix before. The figure is the worst of some
-rates of links (`--storm-link-rates`), in a network of its own each: one over which a prefix comes
-sooner than it is computed, and one over which it comes later.
+**The fields at the top** are those of the prefix with which kvcast does worst.
 
-`mla_group_egress_ratio`: four ranks on four nodes that hold the same bytes read a prefix as a
-reader group, together or up to half a second apart: bytes that left homes ÷ distinct bytes, the
-worst of all cases. Homes are on all five nodes. No engine runs there: four of
-the connector's links do what four workers' do, since tensor parallel ranks on several nodes do not
-run on one machine's processors.
+- `ttft_over_best_peer_n1`, `_n4`: kvcast's median ÷ the least of the peers' medians, with one
+  engine, and with four at once.
+- `growth_1_to_4`: kvcast's median of four engines ÷ that of one.
+- `storm_over_recompute`: what loads that fail cost. One engine is asked for eight prefixes at once.
+  In half of them, a block's bytes were changed where they lie, so these loads fail. This ÷ the same
+  with prompts that nobody has computed. At most 1 says that a pool that fails costs no more than no
+  pool. Here the connector weighs, as it does by default, and it has loaded one prefix before. The
+  figure is the worst over some rates of links (`--storm-link-rates`), each in a network of its own:
+  at one rate a prefix comes sooner than it is computed, at the other later.
+- `mla_group_egress_ratio`: bytes that left homes ÷ distinct bytes, the worst of all cases. Four
+  ranks on four nodes, which hold the same bytes, read a prefix as a reader group, together or up to
+  half a second apart. Homes are on all five nodes. No engine runs here, since tensor parallel ranks
+  on several nodes do not run on one machine's processors: four of the connector's links do what
+  four workers' do.
 
-Namespaces need root. A peer that is not installed is named in `skipped`, with what is missing.
-After `--minutes` no more is begun (what is under way may take two more), and what was not begun is
-named in `not_reached`. What has been measured is written after each case, and `--parts`, `--peers`,
-`--prefixes` and `--engines` measure in parts: `--merge FILE FILE …` makes one report of theirs.
+**Parts.** A peer that is not installed is named in `skipped`, with what is missing. After
+`--minutes` nothing more is begun (what is under way may take two minutes more), and `not_reached`
+names what was not begun. Results are written after each case. `--parts`, `--peers`, `--prefixes`
+and `--engines` measure in parts, and `--merge FILE FILE …` makes one report of these.
 """
 
 from __future__ import annotations
@@ -97,14 +99,14 @@ ROUNDS: Final = 2
 OWN_TOKENS: Final = 17
 BLOCK_TOKENS: Final = 128
 LINK_RATE: Final = 1e7
-"""At which 1,024 tokens take a link 0.9 s, several times as long as what four engines do beside for
-them takes two processors."""
+"""Bits a second. At this rate 1,024 tokens take a link 0.9 s. What four engines compute for them
+takes two processors a fraction of that."""
 STORM_LINK_RATES: Final = (5e7, 1e7)
-"""At the first a prefix comes in a third of the time that computing it takes, at the second it
-takes longer: there no pool is worth having, whether its loads fail or not."""
+"""Bits a second. At the first rate a prefix comes in a third of the time that computing it takes.
+At the second it comes later than it is computed, so no pool is worth having there."""
 MINUTES: Final = 27.0
 QUEUE_FRAMES: Final = 512
-"""What waits at a port of the switch at most: 0.25 s of the links' rate."""
+"""How many frames wait at a port of the switch, at most: 0.25 s at the links' rate."""
 RANKS: Final = 4
 GROUP_BLOCKS: Final = 32
 GROUP_BLOCK_BYTES: Final = 128 * 1024
@@ -115,23 +117,22 @@ LATENESS_S: Final = (
     (0.0, 0.3, 0.1, 0.2),
     (0.3, 0.0, 0.0, 0.5),
 )
-"""How late the ranks of a group begin to load, in seconds; steps of an engine are that far apart at
-worst."""
+"""How late each rank of a group begins to load. An engine's steps are at most so far apart."""
 GROUP_ROUNDS: Final = 2
 STORM_PROMPTS: Final = 8
 STORM_TOKENS: Final = 1024
 STORED_S: Final = 120.0
-"""How long what was computed may take to be stored."""
+"""How long the writer's blocks may take to be stored."""
 PARTS: Final = ("engines", "storm", "groups")
 Tell: TypeAlias = Callable[[Found], Any]
-"""Writes down what was found by now."""
+"""Writes down what has been found so far."""
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
 _ALL_THREADS: Final = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}
-"""The writer's, which computes while all others rest."""
+"""For the writer, which computes while all other engines rest."""
 
 
 def prompt_of(label: object, prefix_tokens: int, own: int, own_tokens: int = OWN_TOKENS) -> Prompt:
-    """A prompt: a prefix by its label, and some tokens of the reader's own."""
+    """A prompt: the prefix with this label, and some tokens of the reader's own."""
     shared, mine = random.Random(f"{label}"), random.Random(f"{label} {own}")
     return [shared.randrange(3, 1024) for _ in range(prefix_tokens)] + [
         mine.randrange(3, 1024) for _ in range(own_tokens)
@@ -139,8 +140,8 @@ def prompt_of(label: object, prefix_tokens: int, own: int, own_tokens: int = OWN
 
 
 def rounds_of(prefix_tokens: int, rounds: int) -> int:
-    """`rounds` is meant for prefixes of 4,096 tokens. Shorter ones are cheap and noisy, longer ones
-    neither."""
+    """Rounds for a prefix of this length, where `rounds` is meant for 4,096 tokens. Shorter
+    prefixes get more, since they are cheap and noisy; longer ones get fewer."""
     return max(1, round(rounds * math.sqrt(4096 / prefix_tokens)))
 
 
@@ -184,7 +185,7 @@ class Ttft:
         number: int,
         own_tokens: int = OWN_TOKENS,
     ) -> None:
-        """One round: a prefix that the writer has computed."""
+        """One round: the readers are asked for a prefix that the writer has computed."""
         label = (prefix_tokens, len(readers), number)
         prompts = [prompt_of(label, prefix_tokens, own, own_tokens) for own in range(len(readers))]
         await self._written(way, writer, prompt_of(label, prefix_tokens, -1, own_tokens))
@@ -198,7 +199,7 @@ class Ttft:
     async def storm(
         self, way: Way, pool: Pool, writer: Engine, reader: Engine
     ) -> dict[str, float | None]:
-        """Half of an engine's loads fail, all at once."""
+        """Ask one engine for many prompts at once, when half of its loads fail."""
 
         def prompts_of(label: str) -> list[Prompt]:
             return [prompt_of((label, n), STORM_TOKENS, 0) for n in range(STORM_PROMPTS)]
@@ -227,7 +228,7 @@ class Ttft:
         }
 
     async def _written(self, way: Way, writer: Engine, prompt: Prompt) -> None:
-        """Have the writer compute the prompt, and all of it stored."""
+        """Have the writer compute the prompt, and wait until all of it is stored."""
         wanted = await way.stored(writer) + len(prompt) // way.GRAIN_TOKENS
         await writer.generate([prompt], 1)
         end = time.monotonic() + STORED_S
@@ -242,7 +243,7 @@ class Ttft:
 
 
 class _Bytes:
-    """An engine's memory in the place of an engine's: blocks of one part."""
+    """Stands for an engine's memory: blocks of one part, in a dictionary."""
 
     part_bytes = (GROUP_BLOCK_BYTES,)
     cache_group = (0,)
@@ -262,8 +263,8 @@ class _Bytes:
 
 
 async def measure_groups(link_rate_bits_per_s: float) -> dict[str, Any]:
-    """The ranks of an MLA engine, in a pool whose blocks have their homes on all nodes, the ranks'
-    own among them: each case of `LATENESS_S`."""
+    """Measure each case of `LATENESS_S`, in a pool whose blocks have their homes on all nodes, the
+    ranks' own among them."""
     options = PoolOptions(
         arena_bytes=256 << 20, replicas=0, link_rate_bits_per_s=link_rate_bits_per_s
     )
@@ -283,8 +284,11 @@ async def measure_groups(link_rate_bits_per_s: float) -> dict[str, Any]:
 
 
 def group_egress(pool: Pool, label: str, late_s: Sequence[float]) -> tuple[float | None, int]:
-    """Four ranks read a prefix that a fifth node has saved, each so late: (egress ratio, wrong
-    blocks). Own homes' blocks need not leave them: what counts is what any other rank needs."""
+    """Four ranks read a prefix that a fifth node has saved, each `late_s` after the start.
+
+    Returns the egress ratio and the number of wrong blocks. Every block is needed by some rank on
+    another node than its home, so every block must leave its home once.
+    """
     sockets = list(pool.sockets.items())[: RANKS + 1]
     name = NamespaceName("bench", "mla", label, "group")
     ids = (tuple(range(1, GROUP_BLOCKS + 1)),)
@@ -335,7 +339,7 @@ def _egress(pool: Pool) -> float:
 
 
 class _Bench:
-    """One run: a pool on its nodes, and each way's engines on them in turn."""
+    """One run: the nodes with a pool, and on them the engines of each way, in turn."""
 
     def __init__(
         self,
@@ -348,8 +352,8 @@ class _Bench:
         link_rate_bits_per_s: float,
         until: float = math.inf,
     ) -> None:
-        """`readers`: engines beside the writer; `prefix_tokens`: of the longest prefix; `until`:
-        after that no case is begun."""
+        """`readers`: how many engines there are beside the writer; `prefix_tokens`: of the longest
+        prefix; `until`: the time after which no case is begun."""
         self._until = until
         self.not_reached: list[str] = []
         self._arguments = arguments
@@ -378,7 +382,7 @@ class _Bench:
 
     @contextlib.asynccontextmanager
     async def engines(self, way: Way, model: Path) -> AsyncIterator[list[Engine]]:
-        """The way's engines, the writer first."""
+        """The engines of this way, the writer first."""
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(way.stop)
             await way.start()
@@ -413,7 +417,7 @@ class _Bench:
             yield engines
 
     async def measure(self, way: Way, model: Path, tell: Tell) -> None:
-        """All cases of one way, and of recomputing after the first."""
+        """Measure all cases of one way; after the first way, those of recomputing as well."""
         arguments, ttft = self._arguments, self.ttft
         # An engine alone comes first: agents that had company reckon with it for some seconds.
         cases = [(prefix, count) for count in arguments.engines for prefix in arguments.prefixes]
@@ -441,7 +445,7 @@ class _Bench:
                 self._told(RECOMPUTE, prefix, count, tell)
 
     def _is_over(self) -> bool:
-        """Whether there is no time to begin anything more."""
+        """Whether there is no time left to begin another case."""
         return time.monotonic() > self._until
 
     def _leave_out(self, name: str, cases: Sequence[tuple[int, int]]) -> None:
@@ -461,8 +465,8 @@ class _Bench:
 async def measure_storm(
     arguments: argparse.Namespace, python: Path, folder: Path, model: Path
 ) -> dict[str, Any]:
-    """Half of the loads fail of an engine beside the one that has computed the prompts, with each
-    rate of links."""
+    """Measure the storm (see the module's text) at each rate of links: half of the loads fail of an
+    engine beside the writer."""
     rates = []
     for rate in arguments.storm_link_rates:
         logs = folder / f"storm-{rate:g}"
@@ -515,7 +519,7 @@ async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str
     }
 
     def tell(found: Found) -> dict[str, Any]:
-        """Write down what there is by now."""
+        """Write down what has been found so far."""
         facts["took_s"] = round(time.monotonic() - began, 1)
         so_far.update(whole(found, parts, facts))
         if arguments.json and arguments.json != "-":

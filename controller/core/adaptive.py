@@ -1,23 +1,25 @@
-"""Adaptive: which namespaces gather and may have blocks in the switch, from what that brings them.
+"""Adaptive: which namespaces gather, and which may have blocks in the switch, by what it brings.
 
-Owns: the evidence by namespace, and the rule that turns each of two things off and on. Must not
-know: who counts, connections, slots; time is given.
+Owns: the evidence by namespace, and the rule that turns each of the two *things* off and on. Must
+not know: who counts, connections, slots; time is given.
 
-*Gathering* lets a home hold an answer for joiners, and keeps a reader from faster ways, which
-nobody can join. It pays a namespace whose reads are shared (an answer went to other readers, too).
-*Residence* pays a namespace whose reads come from switch memory. Both begin on. With enough reads
-seen, what pays less than `low` of them, for `dwell_s`, is turned off. It is turned on again
+- *Gathering* lets a home hold an answer for joiners, and keeps a reader from faster ways, which
+  nobody can join. It pays if reads are shared (an answer went to other readers, too).
+- *Residence* pays if reads come from switch memory.
 
-- as soon as `high` of the reads pay without it (readers meet by themselves at the switch; nothing
-  of the kind exists for memory);
-- or, when `rest_s` is over, if there is a *hint* that it might pay: of what homes report, `hint`
-  of the reads were of blocks that several nodes read in one report's time (for gathering), or that
-  were reported before (for residence). A hint is no proof, so this is a trial, and each one that
-  fails makes the next rest twice as long, up to `longest_rest_s`.
+Both begin on, and nothing is judged before `enough_reads`. A thing is turned off if it pays for
+less than `low` of the namespace's reads, at least `dwell_s` after it was turned on. It is turned on
+again in one of two cases:
 
-Between `low` and `high` all stays as it is: that is the hysteresis. Counts halve every
-`half_life_s`. What is said of a namespace by its operator (`NamespaceSettings`) holds before all
-this.
+- `high` of the reads are shared although gathering is off (readers meet by themselves at the
+  switch). Residence has no such case: nothing comes from a memory that holds nothing.
+- `rest_s` is over, and a *hint* says that it might pay. For gathering, the homes report that `hint`
+  of the reads were of blocks that several nodes read within one report's time; for residence, that
+  `hint` of them were of blocks that were reported before. A hint is no proof, so this is a trial.
+  Each trial that fails makes the next rest twice as long, up to `longest_rest_s`.
+
+Between `low` and `high` nothing changes: that is the hysteresis. Counts halve every `half_life_s`.
+What an operator has set for a namespace (`NamespaceSettings`) goes before all this.
 """
 
 from __future__ import annotations
@@ -35,24 +37,24 @@ PERIOD_S: Final = 0.5
 
 @dataclass(frozen=True)
 class AdaptiveOptions:
-    """When something is turned off, and on again. Shares are of a namespace's remote reads."""
+    """When a thing is turned off and on; see the module's text. Shares are of remote reads."""
 
     enabled: bool = True
     """False: all namespaces gather and may be resident."""
     enough_reads: float = 200.0
-    """Reads seen, decayed, below which nothing is judged."""
+    """Reads, decayed, before which nothing is judged."""
     low: float = 0.02
     high: float = 0.05
     hint: float = 0.2
     dwell_s: float = 10.0
-    """Time after a change before the next for the worse."""
+    """How long a thing that was turned on stays on at least."""
     rest_s: float = 60.0
     longest_rest_s: float = 3600.0
     half_life_s: float = 30.0
 
 
 class _Share:
-    """What part of something, decayed."""
+    """A share of decayed counts: `part` of `all`."""
 
     def __init__(self) -> None:
         self.all = self.part = 0.0
@@ -69,7 +71,7 @@ class _Share:
 
 @dataclass
 class _Choice:
-    """One thing of one namespace."""
+    """Whether one thing of one namespace is on, and why."""
 
     on: bool = True
     since: float = 0.0
@@ -79,7 +81,7 @@ class _Choice:
     hint: _Share = field(default_factory=_Share)
 
     def decide(self, options: AdaptiveOptions, now: float) -> bool:
-        """Whether it changed."""
+        """Judge it; returns whether it was turned off or on."""
         share, enough = self.pays.share, self.pays.all >= options.enough_reads
         if not enough:
             return False
@@ -115,8 +117,8 @@ class _Namespace:
 
 
 class Adaptive:
-    """See the module's text. `said`: an operator's settings of a namespace, None = there is no such
-    namespace."""
+    """See the module's text. `said`: an operator's settings of a namespace; None if there is no
+    such namespace."""
 
     def __init__(
         self, options: AdaptiveOptions, said: Callable[[int], NamespaceSettings | None]
@@ -125,13 +127,13 @@ class Adaptive:
         self._said = said
         self._namespaces: dict[int, _Namespace] = {}
         self._totals: dict[str, dict[int, NamespaceReads]] = {}
-        """By node: what it last reported."""
+        """The last report of each node."""
         self._judged_at = -PERIOD_S
 
     # --- what is heard ----------------------------------------------------------------------
 
     def heard_reads(self, node_id: str, reads: Iterable[NamespaceReads], now: float) -> None:
-        """A node's totals; those that fell (it started anew) count from zero."""
+        """Take a node's totals. Totals that fell count from zero: the node has started anew."""
         before = self._totals.get(node_id, {})
         totals = self._totals[node_id] = {
             r.namespace: r for r in reads if self._said(r.namespace) is not None
@@ -151,8 +153,8 @@ class Adaptive:
             mine.residence.pays.add(now, remote, switch, half)
 
     def heard_hot(self, namespace: int, reads: int, *, shared: int, again: int, now: float) -> None:
-        """What a home reports of a namespace: reads, and of them those of blocks that several nodes
-        read (`shared`), or that were reported before (`again`)."""
+        """Take what a home reports of a namespace: its reads, how many of them were of blocks
+        that several nodes read (`shared`), and how many of blocks reported before (`again`)."""
         if self._said(namespace) is None:
             return
         mine, half = self._of(namespace, now), self.options.half_life_s
@@ -160,7 +162,7 @@ class Adaptive:
         mine.residence.hint.add(now, reads, again, half)
 
     def node_left(self, node_id: str) -> None:
-        """Its totals begin anew if it comes back."""
+        """Forget a node's totals: they begin anew if it comes back."""
         self._totals.pop(node_id, None)
 
     def _of(self, namespace: int, now: float) -> _Namespace:
@@ -175,7 +177,7 @@ class Adaptive:
     # --- what follows -----------------------------------------------------------------------
 
     def advance(self, now: float) -> set[tuple[int, Thing]]:
-        """What has changed by now: (namespace, thing); it is judged once in PERIOD_S."""
+        """Judge everything, once in PERIOD_S; returns what has changed, as (namespace, thing)."""
         changed: set[tuple[int, Thing]] = set()
         if now < self._judged_at + PERIOD_S:
             return changed
@@ -190,18 +192,18 @@ class Adaptive:
         return changed
 
     def gathers(self, namespace: int) -> bool:
-        """Whether reads of its blocks may gather."""
+        """Whether reads of this namespace's blocks may gather."""
         return self._is_on(namespace, "gathering")
 
     def resides(self, namespace: int) -> bool:
-        """Whether its blocks may enter the switch, as far as this module cares."""
+        """Whether this namespace's blocks may enter the switch, as far as this module decides."""
         return self._is_on(namespace, "residence")
 
     def _known(self) -> list[int]:
         return [n for n in self._namespaces if self._said(n) is not None]
 
     def _ordered(self, namespace: int, thing: Thing) -> str:
-        """What the operator wants of it, "on" or "off"; "" = what pays."""
+        """What the operator has set: "on", "off", or "" for whatever pays."""
         said = self._said(namespace)
         return "" if said is None else getattr(said, thing)
 
@@ -213,7 +215,7 @@ class Adaptive:
         return mine is None or not self.options.enabled or mine.of(thing).on
 
     def report(self, now: float) -> list[dict[str, Any]]:
-        """What is on and off, and why: rows of a namespace and a thing, JSON-ready."""
+        """What is on and off, and why: a row for each namespace and thing, ready for JSON."""
         rows = []
         for namespace in sorted(self._known()):
             for thing in THINGS:

@@ -5,32 +5,42 @@ evict for it. Must not know: slots' numbers, tables, agents; time is given.
 
     value = expected reads in the next horizon × fan-out factor × bytes a read ÷ cells taken
 
-*Reads* are READs of single segments. They are counted in two places, by the switch (heat digests
-for what misses, `resident_hits` for what it serves) and by the home (its reports); the two see
-the same reads, so the larger decayed count is taken, not their sum. A count S that halves every
-half-life stands for a rate of S·ln 2/half_life. Counts halve with what is heard: after as many
-reads as the switch has slots, since what was wanted before so many others has had its turn; but no
-sooner than in `least_half_life_s` (homes report in turns, and who reports last knows no more), and
-no later than in `half_life_s`. *Fan-out* is the number of readers seen waiting at once, f: the
-factor 1 + log2(f)/2 says that a block that many want at once is worth more than the same count from
-one (they wait for one link). Of equal values the shallower block in its prefix goes first: it is of
-use to more prompts, and without it the deeper ones are of none.
+*Reads* are READs of single segments. Two parts count them: the switch (heat digests for those that
+miss, `resident_hits` for those that it serves) and the home (its reports). Both see the same reads.
+So the larger of the two decayed counts is taken, not their sum. A count S that halves every
+half-life stands for a rate of S·ln 2/half_life.
 
-*Hysteresis*: a block must be expected to be read `min_reads` times to be given free slots, and
-`displace_reads` times to displace others, of which it must be worth `margin` times the sum; and a
-resident stays for `min_stay_s`. All this is the rule `value`; under `recent` the block read last
-is worth the most, displaces those read before it, and nobody is safe from that. Which rule holds,
-`ghosts` finds out. A free slot costs nothing, so one read is enough to be given one: each of a few
-nodes reads a block once and then has it, and the third of them can only be served if the first was
-reason enough.
+*Half-life*: counts halve after as many reads as the switch has slots, since a block that was not
+among so many reads is hardly wanted any more. This takes at least `least_half_life_s`, because
+homes report in turns, and a report is not worth more for coming last. It takes at most
+`half_life_s`.
 
-*Quotas*: a namespace may have a `Room` of its own, in slots. A contender that finds it full
-displaces blocks of its own namespace, by the same rules, and others only for what it still lacks.
+*Fan-out* is f, the number of readers that were seen waiting at once. They wait for one link, so a
+block that many want at once is worth more than one with the same count from one reader. The factor
+is 1 + log2(f)/2.
 
-What is read seldom has faded whether it is wanted or *dead* (read for the last time), so counts do
-not tell one from the other. Under `value` one more thing displaces, therefore: a block that is
-`DEAD_MARGIN` times as likely to be read twice more (the first of these reads fills) as a resident
-is to be read at all, as far as `reuse` has learned.
+*Depth*: of two blocks of equal value, the one with fewer blocks before it in its prefix goes first.
+It is of use to more prompts, and without it the deeper ones are of no use.
+
+One of two *rules* holds; `ghosts` finds out which.
+
+- `value` has hysteresis. A block is given free slots if `min_reads` reads of it are expected. It
+  displaces others if `displace_reads` are expected, and if it is worth `margin` times the sum of
+  their values. A resident is safe for `min_stay_s`.
+- `recent` has none. The block that was read last is worth the most, and displaces those that were
+  read before it.
+
+By default one read is enough for free slots, since these cost nothing. When a few nodes read a
+block once each, the first read lets it in and the second fills it, so the third can be served.
+
+*Quotas*: a namespace may have a `Room` of its own, in slots. If it is full, a contender displaces
+blocks of its own namespace, by the same rules. It displaces others only for the slots that it still
+lacks.
+
+*Dead* blocks have had their last read. Their counts are low, but so are those of blocks that are
+read seldom. So under `value` a block may displace a resident for a second reason: by what `reuse`
+has learned, it is `DEAD_MARGIN` times as likely to be read twice more as the resident is to be read
+once more. (Twice, because the first of these reads only fills.)
 """
 
 from __future__ import annotations
@@ -53,35 +63,40 @@ Rows: TypeAlias = npt.NDArray[np.intp] | slice
 Floats: TypeAlias = npt.NDArray[np.float64]
 
 _segments_of = functools.lru_cache(maxsize=1024)(CELLS.segments_of)
-"""A pool's blocks are of few sizes."""
+"""Cached, since the blocks of a pool have few sizes."""
 
 MAX_CANDIDATES = 65_536
 """Blocks whose heat is remembered; beyond it the least valuable eighth is forgotten."""
 
 BEST_WITH_QUOTA = 16
-"""Blocks of one namespace that has a quota among the best, at most."""
+"""How many blocks `HeatMap.best` names, at most, of one namespace that has a quota."""
 DEAD_MARGIN = 2.0
-"""How many times as likely as a resident is to be read again a block must be to be read again and
-then be answered, to displace it for that."""
+"""A block displaces a resident if its chance of being read twice more is so many times the
+resident's chance of being read once more."""
 REUSE_BLOCKS = 2048
-"""Of the blocks whose heat is remembered, how many teach how soon blocks are read again."""
+"""From how many of the blocks whose heat is remembered `reuse` learns."""
 REUSE_PERIOD_S = 0.5
-"""How often what they teach is looked at."""
+"""How often the chances are computed anew from them."""
 
 LEAST_FADE_READS = 64
-"""Reads after which counts halve in a switch of fewer slots: one block's own are not enough."""
+"""Reads after which counts halve, at least. In a switch of fewer slots, one block's own reads would
+make all counts fade."""
 
 
 @dataclass(frozen=True)
 class ValueOptions:
     """How heat becomes value.
 
-    `half_life_s`: after which a read counts half, and `least_half_life_s` where many are heard;
-    `horizon_s`: how far ahead reads are expected, for that half-life, and as many times shorter for
-    shorter ones; `min_reads`, `displace_reads`: reads of a segment expected within the horizon,
-    below which a block is not given free slots, or not those of others; `margin`: by how much a
-    block must beat its victims; `keep_value`: bytes saved a cell from which an evicted block is
-    made sure to live in DRAM; `min_stay_s`: how long a resident is safe from displacement.
+    - `half_life_s`, `least_half_life_s`: the time after which a read counts half; the least such
+      time, where many reads are heard of.
+    - `horizon_s`: how far ahead reads are expected. It is for `half_life_s`, and shrinks with the
+      half-life.
+    - `min_reads`, `displace_reads`: READs of the block's segments that must be expected within the
+      horizon to be given free slots, or the slots of others.
+    - `margin`: by what factor a block must be worth more than its victims.
+    - `keep_value`: in bytes saved a cell. Of an evicted block that is worth as much, the controller
+      makes sure that it lives in DRAM.
+    - `min_stay_s`: how long a resident is safe from displacement.
     """
 
     half_life_s: float = 20.0
@@ -94,7 +109,7 @@ class ValueOptions:
     min_stay_s: float = 1.0
 
     def under(self, rule: Rule) -> ValueOptions:
-        """What holds where blocks are chosen by that rule."""
+        """The options in force under a rule."""
         if rule is not Rule.RECENT:
             return self
         return replace(self, min_reads=0.0, displace_reads=0.0, margin=1.0, min_stay_s=0.0)
@@ -102,7 +117,7 @@ class ValueOptions:
 
 @dataclass(frozen=True)
 class Holder:
-    """A resident as far as its value matters."""
+    """A resident, as far as the choice needs to know it."""
 
     block: BlockId
     slots: int
@@ -122,15 +137,18 @@ class Contender:
 
 @dataclass
 class Room:
-    """What a namespace's quota leaves it, in slots: `most` in all; `free` that it may take now
-    (less than 0 where the quota has become smaller), and `coming_free` by themselves."""
+    """What a namespace's quota leaves it, in slots.
+
+    `most`: the quota; `free`: what it may take now (below 0 if the quota was made smaller);
+    `coming_free`: what will be free by itself.
+    """
 
     most: int
     free: int
     coming_free: int
 
     def reserve(self, wanted: int) -> int:
-        """Count so many as taken; how many of them must come free first."""
+        """Take `wanted` slots; returns how many of them must come free first."""
         late = min(wanted, max(0, wanted - self.free))
         self.free -= wanted - late
         self.coming_free -= late
@@ -139,9 +157,9 @@ class Room:
 
 @dataclass
 class Choice:
-    """What to do now: evict these for a later admission, admit these into free slots.
+    """What to do now, each with its reason.
 
-    `refused` says of the others why they stay out.
+    `admit`: into free slots; `evict`: for a later admission; `refused`: why the others stay out.
     """
 
     admit: list[tuple[Contender, str]] = field(default_factory=list)
@@ -150,12 +168,12 @@ class Choice:
 
 
 class Look(NamedTuple):
-    """What is known of one block now."""
+    """What is known of one block at one time."""
 
     value: float
-    """Bytes saved a cell over the horizon."""
+    """Bytes that each cell saves within the horizon."""
     expected_reads: float
-    """READs of the block's segments within the horizon."""
+    """READs of the block's segments that are expected within the horizon."""
     depth: int
     """Blocks before it in its prefix."""
 
@@ -167,10 +185,11 @@ _ALL = slice(None)
 class HeatMap:
     """Decayed read counts by block, bounded.
 
-    Of each block a row: counts, fan-out and time are columns, so that an event changes a few
-    numbers, and a look at all of them is a few operations on whole columns. An unused row has no
-    reads. `rule` says by what blocks are compared; `value` is always that of the rule `value`.
-    `slots`: of the switch, and reads after which counts halve; 0 = they halve with time alone.
+    Each block has a row; counts, fan-out and time are columns. So an event changes a few numbers,
+    and a look at all blocks is a few operations on whole columns. An unused row has no reads.
+
+    `rule` says how blocks are compared. The method `value` always goes by the rule `value`.
+    `slots`: how many the switch has. Counts halve after as many reads; if 0, with time alone.
     """
 
     def __init__(
@@ -182,21 +201,22 @@ class HeatMap:
         self._aged = 0.0
         """Half-lives since the beginning."""
         self._owed = 0.0
-        """Half-lives, one at most, that reads have made up for and time has not let pass yet."""
+        """Half-lives, at most one, that reads have earned, and that count only as time passes (see
+        `least_half_life_s`)."""
         self._limit = limit
         self.rule = Rule.VALUE
         self._rows: dict[BlockId, int] = {}
         self._blocks: list[BlockId | None] = []
         self._free: list[int] = []
         self._at = array("d")
-        """When the other columns of the row were last brought up to date, in half-lives."""
+        """When the row was last brought up to date, in half-lives since the beginning."""
         self._switch_reads = array("d")
         self._home_reads = array("d")
         self._read_at = array("d")
         self._heard_at = array("d")
-        """When a home or the switch last told of reads that were answered."""
+        """When a home or the switch last reported answered reads of the block."""
         self._again = array("b")
-        """Whether it was told of more than one; -1 = of none."""
+        """1 if more than one answered read was reported, 0 if one, -1 if none."""
         self._reuse = Reuse()
         self._chances = np.zeros((2, 0))
         self._chances_at = -inf
@@ -207,7 +227,7 @@ class HeatMap:
         self._namespace = array("q")
         self._reads_a_count = math.log(2) / options.half_life_s * options.horizon_s
         self.forgotten = 0
-        """Blocks dropped at the bound."""
+        """Blocks that were dropped because there are `limit` already."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -262,7 +282,7 @@ class HeatMap:
             self._again[row] += 1
 
     def _answered(self, row: int, reads: float, now: float) -> None:
-        """The row's block was read, after what was told of it last."""
+        """Note that the row's block was read again, for `reuse`."""
         again = self._again[row]
         count = max(1, round(reads / self._segments[row]))
         if again >= 0:
@@ -275,11 +295,11 @@ class HeatMap:
         self._heard_at[row] = now
 
     def segments(self, block: BlockId) -> int:
-        """Of a block that is known."""
+        """How many segments a known block has."""
         return self._segments[self._rows[block]]
 
     def standings(self, block: BlockId, now: float) -> dict[Rule, Standing]:
-        """What each rule makes of a block that was just read (`seen_by_home`, `served`)."""
+        """How each rule ranks a block that was just read (`seen_by_home`, `served`)."""
         row, options = self._rows[block], self._options
         count = max(self._switch_reads[row], self._home_reads[row])
         rank = math.log2(count / self._segments[row]) if count > 0 else -inf
@@ -289,13 +309,13 @@ class HeatMap:
         return {Rule.VALUE: Standing(rank, displaces), Rule.RECENT: Standing(now, now)}
 
     def described(self, block: BlockId, size_bytes: int, now: float) -> None:
-        """The block's true size."""
+        """Note the block's true size."""
         row = self._touch(block, now)
         self._size_bytes[row] = size_bytes
         self._segments[row] = _segments_of(size_bytes)
 
     def forget(self, namespaces: Collection[int]) -> None:
-        """Know nothing of these namespaces' blocks."""
+        """Forget the blocks of these namespaces."""
         for block in [block for block in self._rows if block.namespace in namespaces]:
             self._drop(block)
 
@@ -377,8 +397,8 @@ class HeatMap:
         return decays
 
     def _expected(self, now: float, rows: Rows, rule: Rule) -> Floats:
-        """READs of each row's block within the horizon; under `recent` one read within the horizon
-        past is reason enough."""
+        """READs of each row's block that are expected within the horizon. Under `recent`: inf for a
+        block that was read within the last horizon, else 0."""
         if rule is Rule.RECENT:
             recent = now - np.frombuffer(self._read_at)[rows] <= self._options.horizon_s
             return np.where(recent, inf, 0.0)
@@ -388,8 +408,8 @@ class HeatMap:
         return counts * self._decays(now, rows) * self._reads_a_count
 
     def _values(self, now: float, rows: Rows, rule: Rule) -> Floats:
-        """Bytes saved a cell over the horizon, of each row's block; under `recent` a number that
-        falls with the time since it was read."""
+        """Bytes that each cell saves within the horizon, of each row's block. Under `recent`: a
+        number that falls with the time since the last read."""
         if rule is Rule.RECENT:
             return 1.0 / (1.0 + np.maximum(0.0, now - np.frombuffer(self._read_at)[rows]))
         fan_out = 1 + (np.frombuffer(self._fan_out)[rows] - 1) * self._decays(now, rows)
@@ -401,7 +421,7 @@ class HeatMap:
         return self._expected(now, rows, rule) * factor * bytes_a_read / cells
 
     def look_at(self, blocks: Iterable[BlockId], now: float) -> dict[BlockId, Look]:
-        """What is known of each; nothing of an unknown one."""
+        """What is known of each block; an unknown one has value, reads and depth 0."""
         looks = dict.fromkeys(blocks, _UNKNOWN)
         known = [block for block in looks if block in self._rows]
         if known:
@@ -414,7 +434,7 @@ class HeatMap:
         return looks
 
     def chances(self, blocks: Iterable[BlockId], now: float) -> dict[BlockId, tuple[float, float]]:
-        """How likely each is to be read again, and to be read twice; an unknown one is not."""
+        """How likely each block is to be read once more, and twice more; 0 for an unknown one."""
         found = dict.fromkeys(blocks, (0.0, 0.0))
         known = [block for block in found if block in self._rows]
         if not known:
@@ -433,7 +453,7 @@ class HeatMap:
         return found
 
     def value(self, block: BlockId, now: float) -> float:
-        """Bytes saved a cell over the horizon; 0 for an unknown block."""
+        """Bytes that each cell saves within the horizon; 0 for an unknown block."""
         row = self._rows.get(block)
         if row is None:
             return 0.0
@@ -447,10 +467,12 @@ class HeatMap:
         without: Iterable[BlockId],
         quotas: Mapping[int, int] | None = None,
     ) -> list[BlockId]:
-        """The `count` most valuable blocks that are worth admitting and not larger than all of the
-        switch's memory, best first. Namespaces with `quotas` (in slots) are not among them, since
-        what finds no room by a quota is to keep nobody else out: of each such namespace its own
-        best follow, at most `BEST_WITH_QUOTA`."""
+        """The `count` most valuable blocks that are worth admitting and fit the switch, best first.
+
+        Namespaces with `quotas` (in slots) do not take part in that. Otherwise their blocks, which
+        may find no room by the quota, would keep others out. The best of each such namespace
+        follow behind, at most `BEST_WITH_QUOTA` of them.
+        """
         if not self._blocks:
             return []
         expected = self._expected(now, _ALL, self.rule)
@@ -493,11 +515,11 @@ def choose(
     now: float,
     rooms: Mapping[int, Room] | None = None,
 ) -> Choice:
-    """Whom to admit now and whom to evict for later; all segments of a block or none.
+    """Which blocks to admit now, and which to evict for later: whole blocks only.
 
-    `free`: slots that can be taken now; `coming_free`: slots that will be free by themselves
-    (they are counted before anybody is evicted, so that one wish evicts once); `rooms`: of the
-    namespaces that have a quota. They are counted down here.
+    `free`: slots that can be taken now; `coming_free`: slots that will be free by themselves. Both
+    are used before anything is evicted, so that no contender evicts twice. `rooms`: the `Room` of
+    each namespace that has a quota; they are counted down here.
     """
     choice = Choice()
     looks = heat.look_at([*(c.block for c in contenders), *(h.block for h in holders)], now)
@@ -588,8 +610,9 @@ def choose(
 def _find(
     victims: Sequence[Holder], namespace: int, of_own: int, of_any: int, until: float
 ) -> tuple[list[Holder], int, int]:
-    """The first of those admitted by then that have `of_own` slots of the namespace's own, and
-    `of_any` in all; and how many of either they lack."""
+    """Victims, the first first, that together have `of_own` slots of the namespace's own and
+    `of_any` slots in all. Only those that were admitted before `until` count. Also returns how
+    many slots of the namespace's own, and in all, are still lacking (0 or less: none)."""
     chosen: list[Holder] = []
     if of_own > 0:
         mine = (v for v in victims if v.block.namespace == namespace)
@@ -601,7 +624,7 @@ def _find(
 
 
 def _slots_of(victims: Iterable[Holder], wanted: int) -> list[Holder]:
-    """The first of them that have so many slots; all, where they have fewer."""
+    """The first victims that together have `wanted` slots, or all of them if they have fewer."""
     chosen: list[Holder] = []
     for victim in victims:
         if wanted <= 0:
@@ -612,8 +635,8 @@ def _slots_of(victims: Iterable[Holder], wanted: int) -> list[Holder]:
 
 
 def _reserve(everywhere: Room, own: Room | None, wanted: int) -> None:
-    """Count so many slots as taken. Who waits for its own namespace's waits for those that come
-    free, and leaves those that are free to others."""
+    """Count so many slots as taken. A contender that waits for slots of its own namespace takes
+    slots that come free, and leaves the free ones to others."""
     late = 0 if own is None else own.reserve(wanted)
     everywhere.reserve(wanted - late)
     everywhere.coming_free -= late

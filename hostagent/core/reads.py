@@ -4,26 +4,29 @@ Owns: single flight (one fetch a block, however many wait for it), which homes a
 deadline of every get, and what a get ends with. Must not know: sockets, clients, or how a fetch
 goes about its READs (`kvcast.protocol.requester`).
 
-A get of a block that lies here ends at once. One of a block that lies on this node's disk waits
-for that, unless it takes too long: then, and where the disk fails, it is asked for elsewhere, too.
-Else it joins the fetch of that block, or starts one at the block's other homes, in the map's order.
-What lies in a store that all nodes share its homes read from there; others do so where no home has
-given it. A node that is itself the only home has
-nobody to ask; but the switch may hold the block, and a switch answers a READ whomever it is
-addressed to: so such a block is asked for at any other node, for no longer than
-`recall_probe_s`. That node is no home of the block, and might itself answer where no switch keeps
-it from that; so only the copy that this node has had, or that the controller names, is taken.
+**One block.** A get takes the first of these ways that there is:
 
-Of several blocks of one home that one get wants, only the first is asked for, by its first segment:
-that is the probe. If nobody shares it, the others come over the bulk link, all in one request; if
-somebody does, or the probe leads nowhere, they are read as single ones are. So they are where the
-bulk way fails.
+1. The block lies in the arena: the get ends at once.
+2. It lies on this node's disk: the get waits for that. If the disk takes too long or fails, the
+   block is asked for elsewhere, too.
+3. The block is being fetched: the get joins that fetch.
+4. The block has other homes: they are asked, in the map's order. A store that all nodes share is
+   read by the block's homes. Other nodes read it there only if no home has given them the block.
+5. This node is the only home: only the switch may still hold the block. A switch answers a READ
+   whomever it is addressed to, so any other node is asked, for no longer than `recall_probe_s`.
+   That node is no home of the block. It might answer by itself where no switch keeps it from that.
+   So only one copy is taken: the one that this node has had, or that the controller names.
 
-Every batch of gets ends by its own deadline, whatever the fetches do; a fetch that nobody waits
-for any more goes on to its own, and its block is then simply cached. A batch that is given up ends
-at once, and with it the fetches that are for it alone: links that are slow are for what is wanted.
-Those that others may count on (a reader group's, prefetches, blocks that are kept or that another
-node waits for) go on.
+**Several blocks of one home.** Of those that one get wants, only the first segment of the first
+block is asked for: the *probe*. If nobody shares the answer, all others come over the bulk link, by
+one request. If somebody shares it, if the probe leads nowhere, or if the bulk link fails, each of
+them is read as a single block is.
+
+**The end.** Every batch of gets ends by its own deadline, whatever the fetches do. A fetch that
+nobody waits for any more goes on until its own deadline, and its block is cached. But if a batch is
+given up, the fetches that are for it alone end with it, since slow links are for what is wanted.
+Fetches that others may count on go on: those of a reader group, prefetches, and blocks that are to
+be kept or that another node waits for.
 """
 
 from __future__ import annotations
@@ -60,18 +63,18 @@ from kvcast.protocol.requester import (
 from kvcast.protocol.timers import Timer, TimerQueue
 
 MAX_RECALLERS: Final = 256
-"""Who may wait for one block from the disk without a get; one more is told at once that it is not
-there."""
+"""How many other nodes may wait for one block from this node's disk. One more is told at once that
+the block is not there."""
 
 _STATUS_OF_MISS: Final = {
     MissReason.QUEUE_FULL: local.BUSY,
     MissReason.NO_MEMORY: local.NO_ROOM,
 }
-"""All others are local.MISS, with the reason's value."""
+"""Any other reason is local.MISS, with the reason's value."""
 _WITHOUT_HOMES: Final = frozenset(
     {MissReason.DEADLINE, MissReason.CANCELLED, MissReason.NO_MEMORY, MissReason.QUEUE_FULL}
 )
-"""Fetches end so whatever homes have."""
+"""Reasons that do not say that the homes lack the block."""
 
 
 MOST_EXPECT_WAITS: Final = 8
@@ -82,17 +85,17 @@ class ReadOptions:
     """How gets behave beyond the requester's own tunables."""
 
     recall_probe_s: float = 0.05
-    """How long a block whose only home is this node is asked for at the switch."""
+    """How long the switch is asked for a block whose only home is this node."""
     most_overheard: int = 64
-    """Blocks that may be on their way here at once since others of a reader group asked."""
+    """How many blocks may be on their way here only because others of a reader group asked."""
     overheard_s: float = 5.0
-    """How long such a block may take, until somebody here asks for it."""
+    """How long such a block may take if nobody here asks for it."""
     keep_timeout_s: float = 3.0
     """How long the controller's `Keep` may take."""
 
 
 class GetItem(NamedTuple):
-    """How one key of a batch ended; `copy` is pinned once for whoever takes the batch."""
+    """How the get of one key ended. `copy` is pinned once, for whoever takes the batch."""
 
     status: str
     reason: str = ""
@@ -101,7 +104,7 @@ class GetItem(NamedTuple):
 
 
 class GetBatch(Timer):
-    """Several gets with one deadline; `answered` is called once, when no item is None any more."""
+    """Several gets with one deadline. `answered` is called once, when every item is known."""
 
     __slots__ = ("answered", "blocks", "deadline", "items", "left", "started_at")
 
@@ -130,29 +133,30 @@ class _Fetch:
     deadline: float
     started_at: float
     fetch_id: int = -1
-    """The requester's; -1 while the block comes another way, or waits for what a probe shows."""
+    """The requester's number of it; -1 while the block comes another way, or waits for a probe."""
     waiters: list[tuple[GetBatch, int]] = field(default_factory=list)
     keeps: list[Callable[[bool], None]] = field(default_factory=list)
     followers: list[_Fetch] = field(default_factory=list)
-    """Those that wait for what this one's probe of their home shows."""
+    """Fetches that wait for what this one's probe of their home shows."""
     home: int | None = None
     """The home that is probed."""
     from_disk: bool = False
     """Whether the block is coming from a tier below this node's DRAM."""
     recallers: list[Callable[[], None]] = field(default_factory=list)
-    """Told when the disk has answered, or has taken too long."""
+    """Called when the disk has answered, or has taken too long."""
     source: Source | None = None
-    """From which tier below; None = it is not asked yet."""
+    """Which tier below was asked; None = none yet."""
     for_later: bool = False
-    """It goes on though nobody waits for it."""
+    """Whether it goes on though nobody waits for it."""
     asked_homes: bool = False
-    """It is read from a shared store since no home has given it."""
+    """Whether no home has given the block, so that it is read from a store that all share."""
     recalls: bool = False
-    """Only a switch can have it: it is asked for for a moment, however long who waits may wait."""
+    """Whether only a switch can have the block. Then it is asked for during `recall_probe_s` only,
+    however long the waiters have."""
 
 
 class Source(Protocol):
-    """A tier below DRAM, as far as blocks come from it."""
+    """A tier below DRAM, as far as blocks are read from it."""
 
     @property
     def tier(self) -> str: ...
@@ -162,7 +166,7 @@ class Source(Protocol):
 
     @property
     def is_shared(self) -> bool:
-        """Whether a block's homes can read it there as well."""
+        """Whether all nodes can read it: the object store."""
         ...
 
     def holds(self, block: BlockId) -> bool: ...
@@ -189,7 +193,7 @@ class _Patience(Timer):
 
 
 class _Probes:
-    """The probes of one batch, by the home that each asks, and by the homes of its followers."""
+    """The probes of one batch: by the home that each asks, and by all homes of its followers."""
 
     __slots__ = ("by_home", "by_homes")
 
@@ -218,46 +222,47 @@ class Reads:
         self._store = store
         self._reservations = reservations
         self.requester = requester
-        """Makes its rooms by the same `reservations`."""
+        """It takes rooms for blocks from the same `reservations`."""
         self._outbox = outbox
         self._metrics = metrics
         self._fetches: dict[BlockId, _Fetch] = {}
         self._overheard: list[_Fetch] = []
-        """Those that `overhear` has begun, and maybe some that have ended."""
+        """Fetches that `overhear` has begun; some may have ended."""
         self._not_overheard = BoundedMap[BlockId, float](options.most_overheard)
-        """Blocks that were taken unasked and did not come: until when they are left to others."""
+        """Blocks that were taken unasked and did not come, and until when they are left to
+        others."""
         self._wrong_residents = BoundedMap[BlockId, int](MAX_WRONG_RESIDENTS)
         self._timers = TimerQueue()
         self._now = 0.0
-        """At the last event."""
+        """The time of the last event."""
         self.sources: list[Source] = []
-        """The tiers below, the nearest first."""
+        """The tiers below DRAM, the nearest first."""
         self.courier: Courier | None = None
-        """Which fetches what it may without us."""
+        """It fetches in compiled code, and is told which blocks it must leave to this class."""
         self.residents: frozenset[BlockId] = frozenset()
-        """Blocks of which a switch answers READs, for chunks as it keeps them."""
+        """Blocks that a switch holds: it answers READs of them, for chunks of 1 KiB."""
         self.watch: Callable[[float, GetBatch], None] | None = None
-        """Told of batches that have ended, before who asked is."""
+        """Called with each batch that has ended, before `answered` is."""
 
     @property
     def now(self) -> float:
-        """When the last event was."""
+        """The time of the last event."""
         return self._now
 
     @property
     def waiting(self) -> int:
-        """Blocks on their way here."""
+        """How many blocks are on their way here."""
         return len(self._fetches)
 
     def reside(self, blocks: frozenset[BlockId]) -> None:
-        """A switch answers READs of these blocks from now on, and of no others."""
+        """Note which blocks a switch holds from now on; it holds no others."""
         self.residents = blocks
         if self.courier is not None:
             self.courier.residents = blocks
 
     def take_wrong_residents(self) -> list[tuple[int, bytes, int]]:
-        """The blocks (namespace, key, digest) that came wrong from the switch since this was called
-        last."""
+        """The blocks (namespace, key, digest) of which the switch has sent wrong bytes since the
+        last call."""
         wrong = [(*block, digest) for block, digest in self._wrong_residents.items()]
         self._wrong_residents.clear()
         return wrong
@@ -323,8 +328,8 @@ class Reads:
         return batch
 
     def give_up(self, now: float, batch: GetBatch) -> None:
-        """Nobody waits for this batch any more. What is missing of it is, now; and fetches end that
-        are for nothing else."""
+        """End a batch that nobody waits for any more: what has not come is a miss, and fetches that
+        are for nothing else end."""
         self._now = now
         left = [at for at, item in enumerate(batch.items) if item is None]
         for position in left:
@@ -356,7 +361,7 @@ class Reads:
         group: int = 0,
         expect: bool = False,
     ) -> int:
-        """Have blocks fetched into the arena; how many of them were not there yet."""
+        """Fetch blocks into the arena; returns how many of them were not there."""
         started = 0
         gathers = gather_ms and not self._alone(namespace)
         probes = self._probes(now, looks_for_company=bool(gathers or group or expect))
@@ -383,7 +388,7 @@ class Reads:
         digest: int,
         kept: Callable[[bool], None],
     ) -> None:
-        """Make sure that a block lives here; `kept` is told whether it does."""
+        """Get a block into this node's arena; `kept` is called with whether it is there."""
         copy = self._store.get(block)
         if copy is not None:
             kept(True)
@@ -399,13 +404,13 @@ class Reads:
         self.drain(now)
 
     def _alone(self, namespace: int) -> bool:
-        """Whether the namespace's reads gather for nobody, whatever is asked for."""
+        """Whether the controller says that reads of this namespace never gather."""
         pool = self._outbox.pool
         return pool is not None and namespace in pool.alone
 
     def overhear(self, now: float, source: int, block: BlockId, group: int) -> None:
-        """DATA has come that another node of a reader group asked for. If nobody here has asked for
-        the block yet, take it all the same: this node's engine will, however late it is."""
+        """Take DATA that another node of a reader group asked for, although nobody here has asked
+        for the block yet. This node's engine will ask, however late it is."""
         pool = self._outbox.pool
         if pool is None or block in self._fetches:
             return
@@ -433,8 +438,8 @@ class Reads:
     # --- this node's disk ---------------------------------------------------------------------
 
     def recall(self, now: float, block: BlockId, then: Callable[[], None]) -> bool:
-        """Bring a block that lies on this node's disk to DRAM for another node; `then` is called
-        once, when it is there, or is not to be waited for. False where it cannot be brought."""
+        """Bring a block from this node's disk to DRAM, for another node. `then` is called once,
+        when the block is there or waiting has become useless. False if the disk cannot be asked."""
         self._now = now
         deadline = now + self._options.keep_timeout_s
         fetch = self._from_disk(now, block, deadline, for_another=True)
@@ -447,9 +452,11 @@ class Reads:
     def _from_disk(
         self, now: float, block: BlockId, deadline: float, *, for_another: bool = False
     ) -> _Fetch | None:
-        """The fetch of a block that lies on the disk; None where it does not, its homes are to be
-        asked first (not `for_another` node, which has asked one), or its fetch goes elsewhere
-        already. To be followed by `_read_disk`."""
+        """The fetch of a block that lies on the disk; call `_read_disk` next.
+
+        None if the block does not lie there, if its fetch already goes elsewhere, or if its homes
+        are to be asked first. (If it is `for_another` node, that node has asked one of them.)
+        """
         source = self._source_of(block)
         if source is None or (source.is_shared and not for_another and self._others_read(block)):
             return None
@@ -470,23 +477,24 @@ class Reads:
         return fetch
 
     def _read_disk(self, now: float, fetch: _Fetch) -> None:
-        """Have a fetch's block read, unless it is already."""
+        """Begin to read a fetch's block from its tier, unless that has begun."""
         source = self._source_of(fetch.block)
         if fetch.source is None and source is not None:
             self._read_source(now, fetch, source)
 
     def _source_of(self, block: BlockId) -> Source | None:
-        """The nearest tier below where a block lies."""
+        """The nearest tier below DRAM that holds the block."""
         return next((source for source in self.sources if source.holds(block)), None)
 
     def _others_read(self, block: BlockId) -> bool:
-        """Whether it is for others, its homes, to read a block from a store that all share."""
+        """Whether others are to read the block from a store that all share: its homes, if this node
+        is none of them."""
         pool = self._outbox.pool
         return pool is not None and not pool.is_home(block) and bool(pool.other_homes_of(block))
 
     def _read_shared(self, now: float, fetch: _Fetch, reason: MissReason) -> bool:
-        """A fetch is over, for no home has given its block; whether that is read from where all
-        can read it, for those who wait."""
+        """After a fetch whose block no home has given: read the block from a store that all share,
+        if one holds it and somebody waits. Returns whether it is read there."""
         source = self._source_after(fetch)
         if source is None or fetch.from_disk or reason in _WITHOUT_HOMES:
             return False
@@ -517,7 +525,7 @@ class Reads:
             self._timers.arm(_Patience(fetch), now + source.patience_s)
 
     def _source_after(self, fetch: _Fetch) -> Source | None:
-        """Where a block lies, too, that its source, if it had one, did not give."""
+        """The next tier that holds the block, after the one that did not give it."""
         begin = 0 if fetch.source is None else self.sources.index(fetch.source) + 1
         rest = self.sources[begin:]
         return next((source for source in rest if source.holds(fetch.block)), None)
@@ -562,8 +570,7 @@ class Reads:
         self.drain(now)
 
     def _ask_elsewhere(self, now: float, fetch: _Fetch) -> None:
-        """The disk did not give a block, or not in time: whoever waits for it has it from another
-        home, if there is one."""
+        """The disk did not give a block, or not in time: ask another home, if there is one."""
         if (fetch.waiters or fetch.keeps) and not fetch.asked_homes:
             self._read(now, fetch)
         else:
@@ -580,7 +587,7 @@ class Reads:
     # --- fetches ------------------------------------------------------------------------------
 
     def _probes(self, now: float, *, looks_for_company: bool) -> _Probes | None:
-        """The probes of a batch, none of them made yet; None = each block is read for itself."""
+        """An empty set of probes for a batch; None = its blocks are read one by one."""
         if looks_for_company or not self.requester.may_probe(now):
             return None
         return _Probes()
@@ -588,8 +595,8 @@ class Reads:
     def _follow(
         self, now: float, block: BlockId, deadline: float, probes: _Probes
     ) -> _Fetch | None:
-        """Let a block wait for what the probe of its home shows, or, if it has none yet, be that
-        probe; `probes`: those of this batch. None = it cannot be either."""
+        """Let a block wait for the probe of its home, or be that probe if the home has none in this
+        batch (`probes`). None = it can do neither."""
         full = len(self._fetches) >= self.requester.config.max_fetches
         if full or block in self._fetches:
             return None
@@ -694,12 +701,12 @@ class Reads:
         return fetch
 
     def _is_repeat(self, now: float, block: BlockId) -> bool:
-        """Whether the courier has asked for a block that is read now, and was not answered."""
+        """Whether the courier has asked for this block before, and got no answer."""
         return self.courier is not None and self.courier.was_unanswered(now, block)
 
     def _expect_waits(self, namespace: int, group: int) -> int:
-        """How many times longer than one that was to ask this node waits for what nobody asks for:
-        each of its reader group another time, so that not all of them ask for it at once."""
+        """By what factor this node waits longer than the node that was to ask, before it asks
+        itself. The factor differs by node, so that a reader group does not ask all at once."""
         pool = self._outbox.pool
         info = pool.groups.get((namespace, group)) if pool is not None else None
         if info is None or self._node_id not in info.nodes:
@@ -707,13 +714,13 @@ class Reads:
         return min(2 + info.nodes.index(self._node_id), MOST_EXPECT_WAITS)
 
     def forget_namespaces(self, now: float, namespaces: Collection[int]) -> None:
-        """End the fetches of these namespaces: what their keys name is not known any more."""
+        """End the fetches of these namespaces, since their keys may name something else now."""
         for fetch in [f for f in self._fetches.values() if f.block.namespace in namespaces]:
             self._end(now, fetch)
         self.drain(now)
 
     def _end(self, now: float, fetch: _Fetch) -> None:
-        """Have a fetch end without its block; to be followed by `drain`."""
+        """End a fetch without its block; call `drain` next."""
         if fetch.fetch_id >= 0:
             self.requester.cancel(now, fetch.fetch_id)
         else:
@@ -723,7 +730,7 @@ class Reads:
     # --- time and events ----------------------------------------------------------------------
 
     def get_timer(self) -> float | None:
-        """When `handle_timer` must be called next; None = nothing is pending."""
+        """When `handle_timer` must be called next; None = no timer runs."""
         mine = self._timers.next_at()
         theirs = self.requester.get_timer()
         if mine is None or theirs is None:
@@ -731,7 +738,7 @@ class Reads:
         return min(mine, theirs)
 
     def handle_timer(self, now: float) -> None:
-        """Do what has become due by `now`."""
+        """Do what is due."""
         self._now = now
         self.requester.handle_timer(now)
         self.drain(now)
@@ -745,7 +752,8 @@ class Reads:
                     self._missed(batch, position, local.MISS, MissReason.DEADLINE)
 
     def _out_of_patience(self, now: float, fetch: _Fetch) -> None:
-        """The disk takes long: what it brings is taken only if nobody else brings it before."""
+        """The disk takes long: ask another home as well. Whoever brings the block first, gives
+        it."""
         if not fetch.from_disk or not self.is_on(fetch):
             return
         if fetch.fetch_id >= 0:
@@ -757,7 +765,7 @@ class Reads:
         self.drain(now)
 
     def drain(self, now: float) -> None:
-        """Act on the requester's events; to be called after anything that may cause one."""
+        """Act on the requester's events. Call it after anything that may cause one."""
         self._now = now
         while (event := self.requester.next_event()) is not None:
             if isinstance(event, Fetched):
@@ -847,8 +855,8 @@ class Reads:
             self._not_overheard[fetch.block] = self._now + self._options.overheard_s
 
     def _take_late(self, fetch: _Fetch) -> list[tuple[GetBatch, int]]:
-        """Those of a fetch's waiters that came after it had begun. Its homes may have been asked
-        before a put that theirs came after."""
+        """Remove and return those waiters that joined after the fetch had begun. A put may lie
+        between: the homes were asked before it, these gets came after it."""
         early: list[tuple[GetBatch, int]] = []
         late: list[tuple[GetBatch, int]] = []
         for waiter in fetch.waiters:
@@ -857,7 +865,7 @@ class Reads:
         return late
 
     def _fetch_anew(self, now: float, block: BlockId, waiters: list[tuple[GetBatch, int]]) -> None:
-        """Ask the homes once more, for those that had joined a fetch that found nothing."""
+        """Ask the homes once more, for waiters that joined a fetch which found nothing."""
         waiting = [waiter for waiter in waiters if waiter[0].items[waiter[1]] is None]
         if waiting:
             deadline = max(batch.deadline for batch, _ in waiting)
@@ -866,13 +874,13 @@ class Reads:
     # --- what a probe has shown ---------------------------------------------------------------
 
     def _read_followers(self, now: float, probe: _Fetch) -> None:
-        """Read what waited for this probe."""
+        """Read the blocks that waited for this probe, one by one."""
         followers, probe.followers = probe.followers, []
         for fetch in followers:
             self._read(now, fetch)
 
     def _bulk_followers(self, now: float, probe: _Fetch, home: int) -> None:
-        """Fetch what waited for this probe from its home over the bulk link."""
+        """Fetch the blocks that waited for this probe from its home, over the bulk link."""
         followers, probe.followers = probe.followers, []
         for fetch in followers:
             if self.is_on(fetch):
@@ -909,7 +917,7 @@ class Reads:
     def bulk_ended(
         self, now: float, fetch: _Fetch, came: ArenaReservation | None, digest: int, outcome: str
     ) -> None:
-        """A bulk call for a block without a probe of its own has ended; `came`: its bytes."""
+        """The bulk call for a block that followed a probe has ended; `came`: its bytes, if any."""
         self._now = now
         if outcome == bulk.WRONG_DIGEST:
             self._metrics.bulk_wrong_digest_total += 1
@@ -929,9 +937,9 @@ class Reads:
         self.drain(now)
 
     def _take_offer(self, now: float, event: OfferReceived) -> None:
-        """Fetch the rest of a block, and what waited for its probe, from the home that offers it.
-        Where that home is, the controller's map says, and not the offer: anybody on the way could
-        have written that."""
+        """Fetch the rest of a block, and the blocks that waited for its probe, from the home that
+        offers it. The address of that home is the controller's map's. The offer names none, since
+        anybody on the way could have written it."""
         fetch = self._fetches[event.block]
         reservation = event.reservation
         assert isinstance(reservation, ArenaReservation)
@@ -984,8 +992,8 @@ class Reads:
         *,
         no_room: bool = False,
     ) -> None:
-        """Ask these homes in turn; `no_room`: one before them had the block, and there was none
-        for it here."""
+        """Ask these homes in turn. `no_room`: a home before them had the block, but there was no
+        room for it here."""
         pool = self._outbox.pool
         assert pool is not None
         # By now an index may stand for another node, which is no home of the block.

@@ -1,21 +1,28 @@
-"""What an agent takes over from the one before it: the copies in the arena, without touching them.
+"""What an agent takes over from the one before it: the copies in the arena, without moving them.
 
-Owns: which entries of the index that was found are believed, when a copy's bytes are checked, and
-in which order that is done. Must not know: files or processes, what the index looks like inside
-(`tiers.index`), or who still holds what (`sessions` restores that).
+Owns: which entries of the old index are believed, and when and in which order the bytes of copies
+are checked. Must not know: files or processes, what the index looks like inside (`tiers.index`), or
+who still holds what (`sessions` restores that).
 
-An entry is taken over if it proves itself, if its namespace means to the pool what it meant to the
-former agent, and if its extent is one of the allocator's that no other entry has. All others are
-cleared away, and counted. The bytes of a copy that was taken over are *doubtful* until their digest
-has been made: it is made before the copy is given to anybody, or in the background before; a copy
-that fails is forgotten. Until nothing is doubtful, no namespace is shown to clients, who would
-read copies without asking.
+An entry is taken over under three conditions: it proves itself by its check; its namespace means to
+the pool what it meant to the former agent; and its extent is one of the allocator's, which no other
+entry has. All other entries are cleared away, and counted.
 
-There is no pause at the start: a copy that is asked for is found by its name and checked alone. All
-others come in the background, a few at each `step`: first the entries are scanned, then the copies
-are claimed in the order of their commits, so that the least recently used one is known, and then
-their digests are checked. Room for anything new is found only when all copies are known; who needs
-it at once pays for the rest of the claims at once (about 10 us a copy).
+The bytes of a copy that was taken over are *doubtful* until their digest has been made and
+compared. That happens in the background, or before the copy is given to anybody. A copy that fails
+is forgotten. Clients read copies without asking the agent. So no namespace is shown to them until
+nothing is doubtful.
+
+The agent serves from the start. A copy that is asked for is found by its name and checked alone.
+The others follow in the background, a few at each `step`:
+
+1. the entries of the index are scanned;
+2. the copies are claimed in the order of their commits, so that the least recently used one is
+   known;
+3. their digests are checked.
+
+Only when all copies are claimed is it known where there is room. Whoever needs room before that
+makes the remaining claims at once (about 10 us a copy).
 """
 
 from __future__ import annotations
@@ -33,12 +40,12 @@ from kvcast.protocol.messages.wire import BlockId, digest_of
 STEP_SLOTS: Final = 4096
 STEP_COPIES: Final = 128
 STEP_BYTES: Final = 8 << 20
-"""What one step scans, claims, and checks: a millisecond or two of work, each."""
+"""How much one step scans, claims or checks. Each is a millisecond or two of work."""
 
 
 class Unwritten(NamedTuple):
-    """A block that was acknowledged, and lies in the arena in so large a room, of which the former
-    agent had written nothing into the index when it died."""
+    """A block that was acknowledged and lies in the arena, but is not in the index, because the
+    former agent died before it wrote that."""
 
     block: BlockId
     offset: int
@@ -49,19 +56,19 @@ class Unwritten(NamedTuple):
 
 @dataclass(slots=True)
 class RecoveryCounters:
-    """Totals since the start, and `left`, which is 0 when all is done."""
+    """Totals since the start. `left` is 1 until everything is checked, then 0."""
 
     copies: int = 0
     """Copies taken over."""
     entries_refused: int = 0
-    """Entries that did not prove themselves, overlapped others, or whose namespace is another."""
+    """Entries that did not prove themselves, overlapped others, or had another namespace."""
     copies_damaged: int = 0
-    """Copies whose bytes did not have their digest; nobody got them."""
+    """Copies whose bytes did not match their digest; nobody got them."""
     left: int = 1
 
 
 class Recovery:
-    """The store's `Recovery`, until nothing is doubtful any more."""
+    """What the store asks (as its `recovery`) until nothing is doubtful any more."""
 
     def __init__(
         self,
@@ -94,7 +101,8 @@ class Recovery:
         return self._pool is not None
 
     def begin(self, pool: Pool) -> None:
-        """Take over what this map names; what is asked for from now on is found."""
+        """Take over the copies of the namespaces in this map. From now on a copy that is asked for
+        is found."""
         assert self._pool is None
         self._pool = pool
         # Before anybody writes there what they mean now.
@@ -105,7 +113,7 @@ class Recovery:
         self._store.recovery = self
 
     def _write(self, put: Unwritten) -> None:
-        """Take over what is not in the index, which has it from now on."""
+        """Take over a block that is not in the index, and write it there."""
         assert self._pool is not None
         meaning = self._pool.meaning_of(put.block.namespace)
         if meaning is None or meaning != self._meant.get(put.block.namespace):
@@ -126,9 +134,11 @@ class Recovery:
         self.counters.copies += 1
 
     def takes_over(self, namespace: int, meaning: int) -> bool:
-        """Whether copies of a namespace that means this now are taken over. Where they are not, the
-        index must not say this meaning before all entries are cleared away: whoever starts after a
-        crash until then would believe them."""
+        """Whether copies of a namespace with this meaning are taken over.
+
+        If they are not, their entries are cleared away. The index must not state the new meaning
+        before that. Otherwise an agent that starts after a crash would believe those entries.
+        """
         return self._meant.get(namespace) == meaning
 
     # --- the store's side -------------------------------------------------------------------------
@@ -151,7 +161,7 @@ class Recovery:
     # --- in the background -----------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Do a little; whether there is more to do."""
+        """Do a little work; returns whether there is more to do."""
         if not self._claimed:
             self._scan_or_claim()
             return True
@@ -197,15 +207,15 @@ class Recovery:
     # --- one copy --------------------------------------------------------------------------------
 
     def is_free(self, block: BlockId, offset: int) -> bool:
-        """Whether no copy lies there, this block's least of all."""
+        """Whether no copy lies at this offset; the block's own copy is looked up first."""
         if self._store.known(block) is None:
             self._find(block)
         return self._store.lying_at(offset) is None
 
     def hold(self, block: BlockId, offset: int, room_bytes: int, digest: int) -> Copy | None:
-        """Pin the copy that lies there, in so large a room, for a client that has outlived its
-        agent: one that is in the index, or is not any more; None where something else lies there.
-        """
+        """Pin the copy at this offset, for a client that has outlived its agent. If the copy is not
+        in the index any more, it is adopted until the client lets go of it. None if
+        something else lies there."""
         if self._store.known(block) is None:
             self._find(block)
         copy = self._store.lying_at(offset)
@@ -217,8 +227,8 @@ class Recovery:
         return copy
 
     def hold_cell(self, cell: int) -> Copy | None:
-        """As `hold`, of what a client has pinned by this cell; None where that cannot be told: it
-        was overtaken, or another writes down what it had."""
+        """As `hold`, for the copy that a client has pinned by this cell of its region. None if
+        nothing says any more which copy that was."""
         slot = Entry.slot_of(cell)
         if not 0 <= slot < self._index.slots:
             return None
@@ -242,7 +252,7 @@ class Recovery:
         return None
 
     def _believed(self, slot: int) -> Entry | None:
-        """What a slot with a tag says; where that is nothing to be believed, it is cleared."""
+        """The entry of a slot that is in use. If it does not prove itself, the slot is cleared."""
         entry = self._index.entry(slot)
         if entry is None:
             self._refuse(slot)
@@ -279,7 +289,7 @@ class Recovery:
         return copy
 
     def _is_right(self, copy: Copy) -> bool:
-        """Make the digest of a doubtful copy; it is doubtful no more, or forgotten."""
+        """Check a doubtful copy's digest; if it is wrong, the copy is forgotten."""
         del self._doubtful[copy]
         if copy.state != COMMITTED:
             return False
