@@ -47,6 +47,7 @@ from kvcast.bench.usage import anonymous_mib
 from kvcast.protocol.requester.events import ANSWER_OUTCOMES
 from kvcast.protocol.responder import READ_OUTCOMES
 from kvcast.service import provenance
+from kvcast.service.options import file, option
 from kvcast.topologies.pool import Pool, PoolError, PoolOptions
 from kvcast.topologies.processes import TunnelNetwork
 from kvcast.topologies.star import Host, Star
@@ -67,12 +68,15 @@ _SETTLE_S = 0.5
 class HostileOptions:
     """One run."""
 
-    frames: int = 100_000
-    """Frames into each of the two data-plane entry points; each of the stream entry points gets as
-    many bytes as the larger of those entry points got."""
-    nodes: int = 3
-    seed: int = 1
-    run_dir: Path | None = None
+    frames: int = option(
+        "frames into each of the two data-plane entry points; each of the stream entry points "
+        "gets as many bytes as the larger of these",
+        default=100_000,
+        parse=int,
+    )
+    nodes: int = option("nodes of the pool; one is the attacker's", default=3, parse=int)
+    seed: int = option("seeds the mutations", default=1, parse=int)
+    run_dir: Path | None = file("keep all logs there", metavar="DIR")
 
     def __post_init__(self) -> None:
         if self.frames < 100:

@@ -34,6 +34,7 @@ from kvcast.bench.replay import TIERS, EgressMeter, NodeLink, links_to
 from kvcast.controller.core.placement import place
 from kvcast.protocol.messages.wire import CHUNK_BYTES, bucket_of
 from kvcast.service import provenance
+from kvcast.service.options import bare, choice, file, option, size
 from kvcast.service.statistics import ratio, summary
 from kvcast.topologies.pool import Pool, PoolError, PoolOptions, Runner, Switch
 from kvcast.topologies.star import MAX_HOSTS, Star
@@ -48,35 +49,64 @@ _FILL_TIMEOUT_S = 10.0
 class IncastOptions:
     """One incast."""
 
-    readers: int = 8
-    """Nodes that read at once; the home is one more."""
-    blocks: int = 8
-    """Distinct blocks that every reader asks for, in one get; an agent asks for 32 segments at
-    once, so more of them also asks how well readers keep in step."""
-    block_bytes: int = 64 * 1024
-    """Size of each block; a segment has 64 KiB."""
-    rounds: int = 1
-    """Repetitions on the same pool, each with fresh blocks."""
-    loss: float = 0.0
-    """Probability with which the switch loses a frame each time it crosses a link."""
-    seed: int = 1
-    """Seeds the loss and the keys."""
-    gather_ms: int | None = None
-    """What the readers, who know of the storm, allow the home to wait for joiners (0 to 255).
-    None: 100 ms, and 12 ms a reader beyond eight, up to 250 ms, since all of them share this
-    machine's processors and ask as late as those let them."""
-    home_rate: float = 0.0
-    """Frames a second that the home sends at most, as its link would let it; 0: no limit."""
-    link_rate: float = 0.0
-    """Bits a second of every emulated link, Ethernet frames without preamble; 0: no limit."""
+    readers: int = option("nodes that read; the home is one more", default=8, parse=int)
+    blocks: int = option(
+        "distinct blocks that every reader asks for, in one get; an agent asks for 32 segments at "
+        "once, so more of them also asks how well readers keep in step",
+        default=8,
+        parse=int,
+        metavar="K",
+    )
+    block_bytes: int = size(
+        "size of each block; a segment has 64 KiB", default=64 << 10, flag="block-size"
+    )
+    rounds: int = option(
+        "repetitions on one pool, each with fresh blocks", default=1, parse=int, metavar="N"
+    )
+    loss: float = option(
+        "probability of losing a frame each time it crosses a link (switchsim)",
+        default=0.0,
+        parse=float,
+        metavar="P",
+    )
+    seed: int = option("seeds the loss and the keys", default=1, parse=int)
+    home_rate: float = option(
+        "most that the home sends, as its link would let it; 0: no limit",
+        default=0.0,
+        parse=float,
+        unit="frames/s",
+    )
+    link_rate: float = option(
+        "emulate links of this speed (100e6 = 100 Mb/s; Ethernet frames without preamble), slow "
+        "enough that this machine is not the limit, and say how much longer the last reader took "
+        "than one reader alone; 0: no limit",
+        default=0.0,
+        parse=float,
+        unit="bits/s",
+    )
+    runner: Runner = choice(
+        "UDP tunnels (no root), network namespaces or Mininet (root)",
+        default="processes",
+        choices=("processes", "namespaces", "mininet"),
+    )
+    switch: Switch = choice(
+        "kvcast's software switch, or simple_switch_grpc from the PATH or "
+        "KVCAST_SIMPLE_SWITCH_GRPC",
+        default="switchsim",
+        choices=("switchsim", "bmv2"),
+    )
+    gather_ms: int | None = option(
+        "how long the readers, who know of the storm, let the home wait for joiners (0 to 255); "
+        "by default 100 ms, and 12 ms a reader beyond eight, up to 250 ms, since they share this "
+        "machine's processors and ask as late as those let them",
+        default=None,
+        parse=int,
+        unit="ms",
+    )
+    resident: bool = bare("ask the resident question")
+    run_dir: Path | None = file("keep all logs there", metavar="DIR")
     deadline_s: float = 60.0
     """How long a get may take before its blocks count as misses."""
-    resident: bool = False
-    """Ask the resident question instead."""
-    runner: Runner = "processes"
-    switch: Switch = "switchsim"
-    run_dir: Path | None = None
-    """Where the logs go; None: removed at the end."""
     log_level: str = "info"
 
     @property

@@ -1,21 +1,22 @@
-"""`kvcast bench`: flags and tables for the benches. The benches themselves are in kvcast.bench."""
+"""`kvcast bench`: help and tables for the benches.
+
+The benches are in kvcast.bench and kvcast.simulation. Their options, which make the flags, are
+stated there.
+"""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from kvcast.cli.tables import table_of
 from kvcast.service import reports
 from kvcast.service.commands import EXIT_FAILED, EXIT_OK, add_log_level, run_command
-from kvcast.service.options import HelpFormatter
-from kvcast.service.values import parse_size
-
-T = TypeVar("T")
+from kvcast.service.options import HelpFormatter, add_options, made_of
 
 _INCAST = """\
 N nodes read the same blocks, which one home holds, at the same moment: first through a plain
@@ -74,185 +75,97 @@ soak.png in --out shows memory, descriptors and threads by part, hit rate, and t
 about 20 minutes for the switch and half of the agents, and 40 for the controller."""
 
 
-class _Flag(NamedTuple):
-    """A flag, named as the field of the bench's options that it sets."""
+_SOAK_OUT = Path("kvcast-soak")
 
-    field: str
-    default: Any
+
+class _Bench(NamedTuple):
+    """What the help says of a bench."""
+
     text: str
-    metavar: str | None = None
-    choices: tuple[str, ...] | None = None
-    flag: str = ""
-    """Its name, where that is not the field's."""
+    description: str
+    examples: str = ""
 
 
-_BLOCK_SIZE = _Flag("block_bytes", "64KiB", "size of each block", "SIZE", flag="block-size")
-_LOST = "probability of losing a frame each time it crosses a link"
-_INCAST_FLAGS = (
-    _Flag("readers", 8, "nodes that read", "N"),
-    _Flag("blocks", 8, "distinct blocks", "K"),
-    _BLOCK_SIZE,
-    _Flag("rounds", 1, "repetitions on one pool, each with fresh blocks"),
-    _Flag("loss", 0.0, f"{_LOST} (switchsim)", "P"),
-    _Flag("seed", 1, "seeds the loss and the keys"),
-    _Flag(
-        "home_rate",
-        0.0,
-        "most that the home sends, as its link would let it; unlimited if left out",
-        "FRAMES/S",
+_BENCHES = {
+    "incast": _Bench("N nodes read the same blocks at once", _INCAST, _INCAST_EXAMPLES),
+    "incast-simulation": _Bench(
+        "the same on fast links, in virtual time (a simulation)", _SIMULATION
     ),
-    _Flag(
-        "link_rate",
-        0.0,
-        "emulate links of this speed (100e6 = 100 Mb/s), slow enough that this machine is not "
-        "the limit, and say how much longer the last reader took than one reader alone",
-        "BITS/S",
+    "hostile": _Bench("mutated frames and bytes into every entry point of a pool", _HOSTILE),
+    "soak": _Bench(
+        "a pool under load and faults, or a switch under a flood, for long: is it flat?",
+        _SOAK,
+        _SOAK_EXAMPLES,
     ),
-    _Flag(
-        "runner",
-        "processes",
-        "UDP tunnels (no root), network namespaces or Mininet (root)",
-        choices=("processes", "namespaces", "mininet"),
-    ),
-    _Flag(
-        "switch",
-        "switchsim",
-        "kvcast's software switch, or simple_switch_grpc from the PATH or "
-        "KVCAST_SIMPLE_SWITCH_GRPC",
-        choices=("switchsim", "bmv2"),
-    ),
-)
-_SIMULATION_FLAGS = (
-    _Flag("readers", 8, "nodes that read", "N"),
-    _Flag("blocks", 1, "distinct blocks", "K"),
-    _BLOCK_SIZE._replace(default="2MiB"),
-    _Flag("link_rate_bits_per_s", 100e9, "speed of every link", "BITS/S", flag="link-rate"),
-    _Flag("loss", 0.0, "of a frame at each port it crosses", "P"),
-    _Flag(
-        "spread_ns",
-        2000,
-        "the readers start within so much of each other; 2000 is about one round trip",
-        "NS",
-    ),
-    _Flag("gather_ms", 0, "what READs let the home gather", "MS"),
-    _Flag(
-        "stall_ms",
-        0.0,
-        "readers share processors, and wait for one for up to so long; 0: each has its own",
-        "MS",
-    ),
-    _Flag("seed", 1, "seeds starts, losses and keys"),
-)
-_HOSTILE_FLAGS = (
-    _Flag(
-        "frames",
-        100_000,
-        "frames into each of the data-plane entry points; the streams get as many bytes",
-        "N",
-    ),
-    _Flag("nodes", 3, "nodes of the pool"),
-    _Flag("seed", 1, "seeds the mutations"),
-)
-_SOAK_FLAGS = {
-    "pool": (
-        _Flag("minutes", 10.0, "how long faults and load go on"),
-        _Flag("nodes", 6, "nodes with an agent; one more is the attacker's"),
-        _Flag("loss", 0.002, _LOST, "P"),
-        _Flag(
-            "arena_bytes",
-            "32MiB",
-            "memory of each agent for blocks; small, so that it evicts all the time",
-            "SIZE",
-        ),
-        _Flag("out", Path("kvcast-soak"), "picture and logs", "DIR"),
-    ),
-    "switch": (_Flag("frames", 2_000_000, "frames to process", "N"),),
 }
-"""What goes with one --what only."""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of `kvcast bench`."""
+def _parser_for(chosen: str) -> argparse.ArgumentParser:
+    """The parser of `kvcast bench`. Only the chosen bench gets its flags: to know them, its module
+    must be imported."""
     parser = argparse.ArgumentParser(
         prog="kvcast bench", description="Measure one thing.", formatter_class=HelpFormatter
     )
     benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
-
-    def bench(name: str, text: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
-        return benches.add_parser(
-            name, help=text, description=description, epilog=epilog, formatter_class=HelpFormatter
+    for name, (text, description, examples) in _BENCHES.items():
+        bench = benches.add_parser(
+            name, help=text, description=description, epilog=examples, formatter_class=HelpFormatter
         )
-
-    incast = bench("incast", "N nodes read the same blocks at once", _INCAST, _INCAST_EXAMPLES)
-    _add(incast, _INCAST_FLAGS)
-    incast.add_argument(
-        "--gather-ms",
-        type=int,
-        metavar="MS",
-        help="how long the readers, who know of the storm, let the home wait for joiners; by "
-        "default 100 ms, and 12 ms a reader beyond eight, since they share this machine",
-    )
-    incast.add_argument("--resident", action="store_true", help="ask the resident question")
-    _report_options(incast)
-    simulation = bench(
-        "incast-simulation", "the same on fast links, in virtual time (a simulation)", _SIMULATION
-    )
-    _add(simulation, _SIMULATION_FLAGS)
-    _report_options(simulation, run_dir=False)
-    hostile = bench(
-        "hostile", "mutated frames and bytes into every entry point of a pool", _HOSTILE
-    )
-    _add(hostile, _HOSTILE_FLAGS)
-    _report_options(hostile)
-    soak = bench(
-        "soak",
-        "a pool under load and faults, or a switch under a flood, for long: is it flat?",
-        _SOAK,
-        _SOAK_EXAMPLES,
-    )
-    soak.add_argument("--what", choices=list(_SOAK_FLAGS), default="pool", help="see above")
-    _add(soak, (_Flag("seed", 1, "seeds the plan of faults and the load"),))
-    for what, flags in _SOAK_FLAGS.items():
-        _add(soak.add_argument_group(f"of a {what}"), flags)
-    _report_options(soak, run_dir=False)
+        if name == chosen == "soak":
+            _soak_flags(bench)
+        elif name == chosen:
+            add_options(bench, _options_of(name))
+        bench.add_argument(
+            "--json",
+            metavar="FILE",
+            help="write the report there (- = stdout); one that ended early says why (incomplete)",
+        )
+        add_log_level(bench)
     return parser
 
 
-def _add(parser: argparse._ActionsContainer, flags: Iterable[_Flag]) -> None:
-    for field, default, text, metavar, choices, flag in flags:
-        is_size = metavar == "SIZE"
-        parser.add_argument(
-            f"--{(flag or field).replace('_', '-')}",
-            dest=field,
-            type=parse_size if is_size else type(default),
-            default=default,
-            help=text,
-            metavar=metavar,
-            choices=choices,
-        )
+def _options_of(name: str) -> type:
+    if name == "incast":
+        from kvcast.bench.incast import IncastOptions
+
+        return IncastOptions
+    if name == "incast-simulation":
+        from kvcast.simulation.incast import SimulationOptions
+
+        return SimulationOptions
+    from kvcast.bench.hostile import HostileOptions
+
+    return HostileOptions
 
 
-def _report_options(parser: argparse.ArgumentParser, *, run_dir: bool = True) -> None:
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        help="write the report there (- = stdout); one that ended early says why (incomplete)",
+def _soak_flags(parser: argparse.ArgumentParser) -> None:
+    from kvcast.bench.soak.options import SeededOptions, SoakOptions, SwitchSoakOptions
+
+    parser.add_argument("--what", choices=("pool", "switch"), default="pool", help="see above")
+    add_options(parser, SeededOptions)
+    pool = parser.add_argument_group("of a pool")
+    of_pool = add_options(pool, SoakOptions)
+    pool.add_argument(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        default=argparse.SUPPRESS,
+        help=f"picture and logs (default: {_SOAK_OUT})",
     )
-    if run_dir:
-        parser.add_argument("--run-dir", metavar="DIR", type=Path, help="keep all logs there")
-    add_log_level(parser)
+    of_switch = add_options(parser.add_argument_group("of a switch"), SwitchSoakOptions)
+    parser.set_defaults(flags_of={"pool": [*of_pool, "out"], "switch": of_switch})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a bench; 1 if it failed or delivered a wrong byte."""
-    parser = build_parser()
-    options = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    parser = _parser_for(words[0] if words else "")
+    options = parser.parse_args(words)
     if options.bench == "soak":
-        defaults = vars(parser.parse_args(["soak"]))
-        for what, flags in _SOAK_FLAGS.items():
-            for flag in flags:
-                if what != options.what and getattr(options, flag.field) != defaults[flag.field]:
-                    parser.error(f"--{flag.field.replace('_', '-')} goes with --what {what}")
+        for what, names in options.flags_of.items():
+            for name in names:
+                if what != options.what and name in options:
+                    parser.error(f"--{name.replace('_', '-')} goes with --what {what}")
     command = {
         "incast": _run_incast,
         "incast-simulation": _run_simulation,
@@ -262,17 +175,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(lambda: command(options), log_level=options.log_level)
 
 
-def _made(kind: type[T], options: argparse.Namespace) -> T:
-    """The bench's options, from the flags that set its fields."""
-    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in vars(options).items() if name in names})
-
-
 async def _run_incast(options: argparse.Namespace) -> int:
     from kvcast.bench import incast
 
     with reports.in_the_making(options.json) as so_far:
-        report = await incast.run(_made(incast.IncastOptions, options), so_far)
+        asked = made_of(incast.IncastOptions, vars(options))
+        report = await incast.run(replace(asked, log_level=options.log_level), so_far)
     reports.report_to(options.json, report, _print_incast)
     return EXIT_FAILED if report["wrong_bytes"] else EXIT_OK
 
@@ -280,7 +188,7 @@ async def _run_incast(options: argparse.Namespace) -> int:
 async def _run_simulation(options: argparse.Namespace) -> int:
     from kvcast.simulation import incast as incast_simulation
 
-    report = incast_simulation.run(_made(incast_simulation.SimulationOptions, options))
+    report = incast_simulation.run(made_of(incast_simulation.SimulationOptions, vars(options)))
     reports.report_to(options.json, report, _print_simulation)
     return EXIT_FAILED if report["wrong_bytes"] else EXIT_OK
 
@@ -350,7 +258,7 @@ async def _run_hostile(options: argparse.Namespace) -> int:
     from kvcast.bench import hostile
 
     with reports.in_the_making(options.json) as so_far:
-        report = await hostile.run(_made(hostile.HostileOptions, options), so_far)
+        report = await hostile.run(made_of(hostile.HostileOptions, vars(options)), so_far)
     reports.report_to(options.json, report, _print_hostile)
     return EXIT_OK if report["passed"] else EXIT_FAILED
 
@@ -393,11 +301,13 @@ async def _soak_pool(
 ) -> int:
     from kvcast.bench.soak import picture as soak_picture
     from kvcast.bench.soak import pool
+    from kvcast.bench.soak.options import SoakOptions
 
-    options.run_dir = options.out / "logs"
-    report = await pool.run(_made(pool.SoakOptions, options), tell, so_far)
+    out = getattr(options, "out", _SOAK_OUT)
+    asked = replace(made_of(SoakOptions, vars(options)), run_dir=out / "logs")
+    report = await pool.run(asked, tell, so_far)
     reports.report_to(options.json, report, _print_soak)
-    picture = soak_picture.draw(report, options.out)
+    picture = soak_picture.draw(report, out)
     if options.json != "-":
         print(f"picture: {picture}")
     return EXIT_OK if report["passed"] else EXIT_FAILED
@@ -407,8 +317,9 @@ async def _soak_switch(
     options: argparse.Namespace, so_far: dict[str, Any], tell: Callable[[str], None]
 ) -> int:
     from kvcast.bench.soak import switch
+    from kvcast.bench.soak.options import SwitchSoakOptions
 
-    report = await switch.run(options.frames, tell, seed=options.seed, so_far=so_far)
+    report = await switch.run(made_of(SwitchSoakOptions, vars(options)), tell, so_far)
     reports.report_to(options.json, report, _print_switch_soak)
     return EXIT_OK if report["growth_mib"] <= switch.GROWTH_LIMIT_MIB else EXIT_FAILED
 

@@ -1,4 +1,4 @@
-"""Options of a daemon: one frozen dataclass states each flag, and makes parser, file and checks.
+"""Options: one frozen dataclass states each flag, and makes parser, file and checks.
 
 Owns: how flags and a file become one object, and how the help shows them. Must not know: any one
 daemon's options.
@@ -16,6 +16,9 @@ flag, rto_min a key of the TOML file that `--config` names, and `.rto_min_s` the
 over the file; a repeatable flag adds to the file's list. An unknown key is an error, so that a typo
 does not silently become a default. What does not go together is found by the daemon, which raises
 OptionsError as well.
+
+A command that has a parser of its own takes a dataclass's flags into it: `add_options`, `made_of`.
+Fields that are no options have no flag there.
 
 Looked at before this was written: cyclopts 5.4, tyro 1.0, jsonargparse 4.53, pydantic-settings 2.16
 and simple-parsing 0.1.9. cyclopts came nearest: typed, alive, it reads TOML and names file and key
@@ -238,14 +241,30 @@ def parse_options(kind: type[O], argv: Sequence[str]) -> O:
                 given[dest] = value + given.get(dest, [])
             else:
                 given.setdefault(dest, value)
+    for dest, (_, field, _) in options.items():
+        if dest not in given and field.default is dataclasses.MISSING:
+            raise OptionsError(f"{_flag_of(dest)} is required")
+    return made_of(kind, given)
+
+
+def add_options(parser: argparse._ActionsContainer, kind: type) -> list[str]:
+    """Give a parser the flags of those options that the class states itself, without its bases'.
+    Returns their names (argparse's `dest`); the parser's result has those that were given."""
+    own = {dest: one for dest, one in _options_of(kind).items() if one.owner is kind}
+    for dest, stated in own.items():
+        _add(parser, dest, stated.field.default, stated.option)
+    return list(own)
+
+
+def made_of(kind: type[T], given: Mapping[str, Any]) -> T:
+    """A dataclass of the flags that were given, by argparse's `dest`; of the others, the defaults.
+    Names that are none of its options are passed over."""
     values: dict[str, Any] = {}
-    for dest, (stated, field, _) in options.items():
+    for dest, (stated, field, _) in _options_of(kind).items():
         if dest in given:
             value = given[dest]
             value = stated.choices[value] if stated.choices is not None else value
             values[field.name] = tuple(value) if stated.kind == "many" else value
-        elif field.default is dataclasses.MISSING:
-            raise OptionsError(f"{_flag_of(dest)} is required")
     return kind(**values)
 
 
@@ -263,16 +282,16 @@ class _Stated(NamedTuple):
 
     option: _Option
     field: dataclasses.Field[Any]
-    group: str
+    owner: type
 
 
 _Options = dict[str, _Stated]
 """By key of the file, which is argparse's `dest`."""
 
 
-def _options_of(kind: type[CommonOptions]) -> _Options:
+def _options_of(kind: type) -> _Options:
     """All options, in the order in which the class lists its groups."""
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    fields = {field.name: field for field in dataclasses.fields(kind) if _KEY in field.metadata}
     found: _Options = {}
     for group in kind.__mro__:
         for name in inspect.get_annotations(group):
@@ -280,7 +299,7 @@ def _options_of(kind: type[CommonOptions]) -> _Options:
                 option = fields[name].metadata[_KEY]
                 plain = name.removesuffix("_s") if option.unit == "s" else name
                 dest = (option.flag or plain).replace("-", "_")
-                found[dest] = _Stated(option, fields[name], group.__doc__ or "")
+                found[dest] = _Stated(option, fields[name], group)
     return found
 
 
@@ -302,14 +321,15 @@ def _make_parser(kind: type[CommonOptions], options: _Options) -> _Parser:
         argument_default=argparse.SUPPRESS,
     )
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for dest, (option, field, title) in options.items():
+    for dest, (option, field, owner) in options.items():
+        title = owner.__doc__ or ""
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         _add(groups[title], dest, field.default, option)
     return parser
 
 
-def _add(group: argparse._ArgumentGroup, dest: str, default: object, stated: _Option) -> None:
+def _add(group: argparse._ActionsContainer, dest: str, default: object, stated: _Option) -> None:
     shown = "" if "(default: " in stated.text else stated.shown(default)
     text = f"{stated.text} ({shown})" if shown else stated.text
     text = text.replace("%", "%%")

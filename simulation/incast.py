@@ -36,6 +36,7 @@ from kvcast.protocol.messages.wire import BUCKETS, BlockId, decode, digest_of
 from kvcast.protocol.requester import Fetched, Missed, Requester, RequesterConfig
 from kvcast.protocol.responder import Responder, ResponderConfig
 from kvcast.service import provenance
+from kvcast.service.options import option, size
 from kvcast.service.statistics import ratio, summary
 from kvcast.simulation.card_host import CardHost
 from kvcast.simulation.network import LinkOptions
@@ -71,19 +72,34 @@ READY_S: Final = 0.0015
 class SimulationOptions:
     """One simulated incast."""
 
-    readers: int = 8
-    blocks: int = 1
-    block_bytes: int = 2 << 20
-    link_rate_bits_per_s: float = 100e9
-    loss: float = 0.0
-    """Probability with which the switch loses a frame at each crossing of a port."""
-    spread_ns: int = 2000
-    """The readers start within so much of each other, at times that the seed draws."""
-    gather_ms: int = 0
-    stall_ms: float = 0.0
-    """For how long a reader does not get a processor, at most, one time in five that it needs one;
-    else up to a millisecond and a half. 0: it has one of its own, which costs no time."""
-    seed: int = 1
+    readers: int = option("nodes that read", default=8, parse=int)
+    blocks: int = option("distinct blocks", default=1, parse=int, metavar="K")
+    block_bytes: int = size("size of each block", default=2 << 20, flag="block-size")
+    link_rate_bits_per_s: float = option(
+        "speed of every link", default=100e9, parse=float, unit="bits/s", flag="link-rate"
+    )
+    loss: float = option(
+        "probability of losing a frame at each port it crosses",
+        default=0.0,
+        parse=float,
+        metavar="P",
+    )
+    spread_ns: int = option(
+        "the readers start within so much of each other, at times that the seed draws; 2000 is "
+        "about one round trip",
+        default=2000,
+        parse=int,
+        unit="ns",
+    )
+    gather_ms: int = option("how long READs let the home gather", default=0, parse=int, unit="ms")
+    stall_ms: float = option(
+        "readers share processors: one time in five that a reader needs one, it waits for up to "
+        "so long, else for up to 1.5 ms; 0: each has its own",
+        default=0.0,
+        parse=float,
+        unit="ms",
+    )
+    seed: int = option("seeds starts, losses and keys", default=1, parse=int)
 
     def __post_init__(self) -> None:
         if not 1 <= self.readers < MAX_HOSTS:

@@ -35,7 +35,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,8 @@ from kvcast.bench.replay import NodeLink, ReplayOptions, links_to
 from kvcast.bench.soak import plan
 from kvcast.bench.soak.faults import Faults
 from kvcast.bench.soak.load import Load
-from kvcast.bench.soak.plan import Fault
+from kvcast.bench.soak.options import SoakOptions
 from kvcast.bench.soak.verdict import (
-    Bounds,
     Criterion,
     Growth,
     Window,
@@ -62,7 +61,7 @@ from kvcast.hostagent.client import KvcastError
 from kvcast.protocol.messages.control import POLICIES
 from kvcast.service import provenance
 from kvcast.topologies.pool import Pool, PoolError, PoolOptions
-from kvcast.topologies.star import MAX_HOSTS, Star
+from kvcast.topologies.star import Star
 from kvcast.workloads import content
 from kvcast.workloads.generators import WorkloadOptions, chain, generate
 
@@ -82,32 +81,6 @@ _SETTLE_S = 0.5
 _LAST_BLOCKS = 8
 _BULK_LINK_BITS_PER_S = 1_000_000_000
 """What agents believe of their links, so that namespaces share what leaves by TCP."""
-
-
-@dataclass(frozen=True)
-class SoakOptions:
-    """One soak."""
-
-    minutes: float = 10.0
-    nodes: int = 6
-    """Nodes with an agent; one more is the attacker's."""
-    seed: int = 1
-    loss: float = 0.002
-    """Probability with which the switch loses a frame, each time it crosses a link."""
-    arena_bytes: int = 32 << 20
-    """DRAM tier of each agent: so small that blocks are evicted all the time."""
-    disk_bytes: int = 64 << 20
-    """Disk tier of every other agent, a file in the temporary folder; 0 = none has one."""
-    bounds: Bounds = field(default_factory=Bounds)
-    plan: dict[str, list[Fault]] | None = None
-    """None: by the seed."""
-    run_dir: Path | None = None
-
-    def __post_init__(self) -> None:
-        if not self.minutes > 0:
-            raise PoolError(f"a soak of {self.minutes:g} minutes is none")
-        if not 2 <= self.nodes < MAX_HOSTS:
-            raise PoolError(f"a soak needs 2 to {MAX_HOSTS - 1} nodes, and one for the attacker")
 
 
 async def run(

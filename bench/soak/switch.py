@@ -26,6 +26,7 @@ from typing import Any
 from kvcast.bench import switch, traffic
 from kvcast.bench import switch_programs as programs
 from kvcast.bench.hostile_bytes import mutate
+from kvcast.bench.soak.options import SwitchSoakOptions
 from kvcast.bench.switch import BenchError
 from kvcast.service import provenance
 
@@ -59,13 +60,14 @@ def resident_mib(pid: int) -> float:
 
 
 async def run(
-    frames: int, tell: Callable[[str], None], *, seed: int = 1, so_far: dict[str, Any] | None = None
+    options: SwitchSoakOptions, tell: Callable[[str], None], so_far: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Send until the switch has processed that many frames; the report, whose samples are in
     `so_far` all the time. `tell` gets a line every ten seconds. BenchError if the switch dies."""
+    frames = options.frames
     if frames < FRAMES_AT_LEAST:
         raise BenchError(f"send at least {FRAMES_AT_LEAST:,} frames")
-    rng = random.Random(seed)
+    rng = random.Random(options.seed)
     processors = switch.Processors.of_this_machine()
     samples: list[tuple[int, float]] = []
     report = {} if so_far is None else so_far

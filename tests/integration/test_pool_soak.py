@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from kvcast.bench.soak import picture as soak_picture
 from kvcast.bench.soak import plan
-from kvcast.bench.soak.pool import SoakOptions, run
+from kvcast.bench.soak.options import SoakOptions
+from kvcast.bench.soak.pool import run
 from kvcast.bench.soak.verdict import Bounds
 
 NODES = 3

@@ -6,6 +6,7 @@ options.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import enum
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from kvcast.service.addresses import parse_host_port
 from kvcast.service.options import (
     CommonOptions,
     OptionsError,
+    add_options,
     bare,
     choice,
     count,
     either,
+    made_of,
     many,
     option,
     parse_options,
@@ -222,3 +225,31 @@ def test_help_shows_groups_units_and_defaults(capsys: pytest.CaptureFixture[str]
 def test_options_do_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Thing().plain = True  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class Base:
+    """base"""
+
+    seed: int = option("seeds it", default=1, parse=int)
+
+
+@dataclass(frozen=True)
+class Run(Base):
+    """A run."""
+
+    loss: float = option("losses", default=0.5, parse=float, metavar="P")
+    size_bytes: int = option("memory", default=1 << 20, parse=parse_size, flag="size")
+    colour: Colour = choice("paint", default=Colour.RED, choices=Colour)
+    inside: int = 3
+
+
+def test_a_parser_of_its_own_takes_a_classs_flags_without_its_bases() -> None:
+    parser = argparse.ArgumentParser()
+    assert add_options(parser, Run) == ["loss", "size", "colour"]
+    assert add_options(parser, Base) == ["seed"]
+    given = vars(parser.parse_args(["--size", "2KiB", "--colour", "blue", "--seed", "7"]))
+    assert given == {"size": 2048, "colour": "blue", "seed": 7}
+    assert made_of(Run, given | {"other": 1}) == Run(7, 0.5, 2048, Colour.BLUE)
+    assert "--loss P" in parser.format_help()
+    assert "losses (default: 0.5)" in parser.format_help()
