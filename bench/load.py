@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvcast.service.statistics import percentile
+from kvcast.service.statistics import percentile, rounded
 from kvcast.topologies.pool import Pool
 
 _SAMPLE_S = 0.5
@@ -64,7 +64,7 @@ class Load:
         return {
             "processors": self.processors,
             "processors_busy": _mean_of(self.samples, "pool_s", self.processors),
-            "processors_busy_p95": _rounded(percentile(pool, 0.95)),
+            "processors_busy_p95": rounded(percentile(pool, 0.95)),
             "machine_busy": _mean_of(self.samples, "machine_s", self.processors),
             "uplink_busiest": self._busiest("up"),
             "uplink_peak": self._peak("up"),
@@ -79,13 +79,13 @@ class Load:
     def _busiest(self, way: str) -> float | None:
         if len(self.links) < 2 or not self.link_rate_bits_per_s:
             return None
-        return _rounded(self._share(self.links[0], self.links[-1], way))
+        return rounded(self._share(self.links[0], self.links[-1], way))
 
     def _peak(self, way: str) -> float | None:
         pairs = list(zip(self.links, self.links[1:], strict=False))
         if not pairs or not self.link_rate_bits_per_s:
             return None
-        return _rounded(max(self._share(a, b, way) for a, b in pairs))
+        return rounded(max(self._share(a, b, way) for a, b in pairs))
 
     def _share(self, first: _Links, last: _Links, way: str) -> float:
         """The largest share of any link between two readings."""
@@ -103,11 +103,7 @@ def _busy_between(a: _Processors, b: _Processors, whose: str, processors: int) -
 def _mean_of(samples: list[_Processors], whose: str, processors: int) -> float | None:
     if len(samples) < 2:
         return None
-    return _rounded(_busy_between(samples[0], samples[-1], whose, processors))
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
+    return rounded(_busy_between(samples[0], samples[-1], whose, processors))
 
 
 @contextlib.asynccontextmanager

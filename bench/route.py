@@ -49,7 +49,7 @@ from kvcast.routing.core.costs import CostModel
 from kvcast.routing.core.router import Prompt, Refusal, Router, RouterOptions
 from kvcast.service.commands import failed
 from kvcast.service.reports import report_to
-from kvcast.service.statistics import percentile, ratio
+from kvcast.service.statistics import percentile, ratio, rounded
 from kvcast.workloads.generators import WorkloadError
 from kvcast.workloads.traces import TraceLine, read_trace
 
@@ -275,9 +275,9 @@ def figures(
         "hit_rate_engine": ratio(here, tokens),
         "hit_rate_pool": ratio(pool, tokens),
         "ttft_mean_s": round(statistics.fmean(ttfts), 4) if ttfts else None,
-        "ttft_p50_s": _rounded(percentile(ttfts, 0.50)),
-        "ttft_p90_s": _rounded(percentile(ttfts, 0.90)),
-        "ttft_p99_s": _rounded(percentile(ttfts, 0.99)),
+        "ttft_p50_s": rounded(percentile(ttfts, 0.50)),
+        "ttft_p90_s": rounded(percentile(ttfts, 0.90)),
+        "ttft_p99_s": rounded(percentile(ttfts, 0.99)),
         "most_over_mean_requests_an_engine": ratio(
             max(by_engine.values(), default=0) * len(by_engine), len(outcomes)
         ),
@@ -286,10 +286,6 @@ def figures(
         late = sum(1 for ttft in ttfts if ttft > deadline_s)
         found |= {"deadline_s": deadline_s, "late": late, "in_time": len(ttfts) - late}
     return found
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
 
 
 def compare(

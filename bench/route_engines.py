@@ -65,7 +65,7 @@ from kvcast.service import provenance, reports
 from kvcast.service.commands import CommandError, run_command
 from kvcast.service.options import HelpFormatter
 from kvcast.service.reports import say
-from kvcast.service.statistics import percentile, ratio
+from kvcast.service.statistics import percentile, ratio, rounded
 from kvcast.topologies.part import Part
 from kvcast.topologies.pool import Pool, PoolOptions
 from kvcast.topologies.star import Star
@@ -124,16 +124,12 @@ class Played:
             "requests": len(ttfts),
             "failed": self.failed,
             "hit_rate": ratio(cached, sum(one.prompt_tokens for one in self.answers)),
-            "ttft_p50_s": _rounded(percentile(ttfts, 0.50)),
-            "ttft_p90_s": _rounded(percentile(ttfts, 0.90)),
-            "ttft_p99_s": _rounded(percentile(ttfts, 0.99)),
+            "ttft_p50_s": rounded(percentile(ttfts, 0.50)),
+            "ttft_p90_s": rounded(percentile(ttfts, 0.90)),
+            "ttft_p99_s": rounded(percentile(ttfts, 0.99)),
             "sent_late_s": round(self.late_s, 3),
             "processors_busy": round(statistics.fmean(self.busy), 3) if self.busy else None,
         }
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
 
 
 class Bench:

@@ -79,7 +79,6 @@ LEAVING: Final = 8
 """Replies of one connection that leave by one system call, at most."""
 GATHER_BYTES: Final = 512 * 1024
 """None is added to so many bytes that are leaving."""
-NOBODY: Final = 0xFFFF_FFFF
 
 UNWANTED: Final = 2
 """Why a conveyor is closed at the reader's end: nobody waits any more for what it was to bring."""
@@ -216,7 +215,7 @@ class Taker(Struct):
     """The reader's end of a connection."""
 
     node: U32
-    """NOBODY: it is free, or closed."""
+    """`courier.NOBODY`: it is free, or closed."""
     broken: U32
     """Python is to close it; UNWANTED, or 1: it does not do what it should."""
     draft: Annotated[Ptr[Request], Inline(1)]

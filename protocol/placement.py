@@ -272,7 +272,7 @@ def segment_start(index: U64, chunk_bytes: U64) -> U64:
 
 
 @native
-def well_formed(t: Table, at: U64, length: U64) -> bool:
+def well_formed(at: U64, length: U64) -> bool:
     """Whether `wire.decode` takes these bytes."""
     if length < HEADER_BYTES:
         return False
@@ -529,7 +529,7 @@ def _put(t: Table, to: Copy, at: U64, source: U64) -> None:
 def put_frame(t: Table, number: U32, at: U64, length: U32, source: U32) -> bool:
     """Put one DATA in its place, whoever sent it, if it is well-formed and of the copy of that
     number."""
-    if not well_formed(t, at, length) or bytes_at(at)[_OP_AT] != OP_DATA:
+    if not well_formed(at, length) or bytes_at(at)[_OP_AT] != OP_DATA:
         return False
     if find_copy(t, at) != number + 1:
         return False
@@ -629,7 +629,7 @@ def _take(t: Table, frame: U64, length: U64, sender: U64) -> bool:
             return False
         length = end - _LEAD
         ip = _u32(frame + _SOURCE_IP_AT)
-    if not well_formed(t, at, length):
+    if not well_formed(at, length):
         t.malformed += 1
         return False
     source = _node_of(t, ip)

@@ -41,7 +41,8 @@ from kvcast.routing.metrics import metrics_text
 from kvcast.routing.options import ProxyOptions
 from kvcast.routing.prefetches import Prefetches
 from kvcast.routing.prompts import PromptError, Prompts, body_of
-from kvcast.service.listener import Bounds, Listener
+from kvcast.service.http_connections import HttpConnections
+from kvcast.service.listener import Bounds
 from kvcast.service.tls import Credentials
 from multidict import CIMultiDict, CIMultiDictProxy
 
@@ -114,14 +115,11 @@ class Proxy:
         self.prefetches = Prefetches(router, engines)
         self.counts: Counter[str] = Counter()
         self._requests = 0
-        self._silent: set[web.RequestHandler] = set()
-        """Connections on which no request was made yet, until they must have made one."""
-        self._runner: web.ServerRunner | None = None
-        self._listener = Listener(
-            self._connected,
+        self._connections = HttpConnections(
             Bounds(options.max_connections, options.max_connections_per_address),
             credentials,
             certificate_required=False,
+            first_request_timeout_s=options.first_request_timeout_s,
             count=self._count,
         )
 
@@ -134,37 +132,15 @@ class Proxy:
             access_log=None,
             keepalive_timeout=_KEEP_ALIVE_S,
         )
-        self._runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=5.0)
-        await self._runner.setup()
-        return await self._listener.start(host, port)
+        return await self._connections.start(server, host, port, shutdown_timeout_s=5.0)
 
     async def stop(self) -> None:
         """Close the listener, and after some seconds every connection."""
-        await self._listener.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._connections.stop()
         await self.prefetches.close()
 
     def _count(self, name: str) -> None:
         self.counts[f"{name}_total"] += 1
-
-    def _connected(self) -> asyncio.BaseProtocol:
-        """The protocol of a new connection, which must make a request before long."""
-        assert self._runner is not None
-        server = self._runner.server
-        assert server is not None
-        protocol = server()
-        self._silent.add(protocol)
-        loop = asyncio.get_running_loop()
-        loop.call_later(self._options.first_request_timeout_s, self._must_speak, protocol)
-        return protocol
-
-    def _must_speak(self, protocol: web.RequestHandler) -> None:
-        transport = protocol.transport
-        if protocol in self._silent and transport is not None:
-            self.counts["connections_silent_total"] += 1
-            transport.abort()
-        self._silent.discard(protocol)
 
     def _request(
         self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any
@@ -177,7 +153,7 @@ class Proxy:
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         self.counts["requests_total"] += 1
-        self._silent.discard(request.protocol)
+        self._connections.heard(request)
         try:
             answer = await self._routed(request)
         except RefusedError as error:

@@ -1,4 +1,4 @@
-"""An HTTP server of a daemon: aiohttp behind `Listener`, with the bounds that all our servers have.
+"""An HTTP server of a daemon, with the bounds that all our servers have.
 
 Owns: how many connections, requests and bytes a client may have, how long it may take, what an
 error looks like, and what is counted. Must not know: what the routes do, or who may use them
@@ -24,8 +24,9 @@ import msgspec
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 from aiohttp.http_exceptions import HttpProcessingError
+from kvcast.service.http_connections import HttpConnections
 from kvcast.service.http_limits import RateLimit, client_of
-from kvcast.service.listener import Bounds, Listener
+from kvcast.service.listener import Bounds
 from kvcast.service.tls import Credentials
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
@@ -122,15 +123,12 @@ class HttpServer:
         self._rate = RateLimit(rate_per_s)
         self._admit = admit
         self._log = log
-        self._silent: set[web.RequestHandler] = set()
-        """Connections on which no request was made yet, until they must have made one."""
-        self._runner: web.ServerRunner | None = None
         self._busy = 0
-        self._listener = Listener(
-            self._connected,
+        self._connections = HttpConnections(
             Bounds(MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS),
             credentials,
             certificate_required=certificate_required,
+            first_request_timeout_s=FIRST_REQUEST_TIMEOUT_S,
             count=self._count,
         )
 
@@ -143,37 +141,14 @@ class HttpServer:
             logger=self._quiet_logger(),
             keepalive_timeout=_KEEP_ALIVE_S,
         )
-        self._runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=1.0)
-        await self._runner.setup()
-        return await self._listener.start(host, port)
+        return await self._connections.start(server, host, port, shutdown_timeout_s=1.0)
 
     async def stop(self) -> None:
         """Close the listener and every connection."""
-        await self._listener.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._connections.stop()
 
     def _count(self, name: str) -> None:
         self.counts[name] += 1
-
-    def _connected(self) -> asyncio.BaseProtocol:
-        """The protocol of a new connection."""
-        assert self._runner is not None
-        server = self._runner.server
-        assert server is not None
-        protocol = server()
-        self._silent.add(protocol)
-        asyncio.get_running_loop().call_later(FIRST_REQUEST_TIMEOUT_S, self._must_speak, protocol)
-        return protocol
-
-    def _must_speak(self, protocol: web.RequestHandler) -> None:
-        """Close a connection that has asked for nothing, or for half of something."""
-        transport = protocol.transport
-        silent = protocol in self._silent
-        self._silent.discard(protocol)
-        if transport is not None and silent:
-            self.counts["connections_silent"] += 1
-            transport.abort()
 
     def _answer_counter(self) -> type[AbstractAccessLogger]:
         """What aiohttp calls behind every answer, also those that it makes itself."""
@@ -206,7 +181,7 @@ class HttpServer:
     async def _bounded(self, request: web.BaseRequest) -> web.Response:
         """Bounds and errors of every request."""
         self.counts["requests"] += 1
-        self._silent.discard(request.protocol)
+        self._connections.heard(request)
         try:
             return await self._answered(request)
         except HttpError as error:

@@ -30,3 +30,8 @@ def summary(values: Sequence[float]) -> dict[str, float | None]:
 def ratio(part: float, whole: float) -> float | None:
     """part ÷ whole to a ten-thousandth; None where there is no whole."""
     return round(part / whole, 4) if whole else None
+
+
+def rounded(value: float | None) -> float | None:
+    """To a ten-thousandth; None of nothing."""
+    return None if value is None else round(value, 4)

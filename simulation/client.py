@@ -530,7 +530,7 @@ class Client:
     ) -> None:
         host, model, world = self._host, self._model, self._host.world
         for name, content, _ in rooms:
-            model.put_begins(host.number, name, content)
+            model.put_begins(name, content)
         due = world.now + PUT_BOUND_S
         tokens = {
             room.ticket: model.begins(host.number, room.name, "put", due, frozenset())

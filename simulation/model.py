@@ -241,7 +241,7 @@ class Model:
 
     # --- what is told -----------------------------------------------------------------------
 
-    def put_begins(self, host: int, name: Name, content: bytes) -> None:
+    def put_begins(self, name: Name, content: bytes) -> None:
         """From now on these bytes are one copy of the block."""
         self._versions[name][content] = None
         if name in self._retired:
@@ -580,7 +580,7 @@ class Model:
             return
         enabled = self.enabled()
         if enabled:
-            self._guarded(port, frame, seen, sent)
+            self._guarded(port, seen, sent)
         if seen.op == _DATA and enabled and self._true_home(port, seen):
             # What it may keep, under the name that it saw.
             name = (seen.namespace, seen.key, seen.digest, seen.segment, seen.chunk)
@@ -636,7 +636,7 @@ class Model:
         mine = seen.source_ip == self._rules.ip_of_port[port]
         return mine and self.was_home(port, seen.key)
 
-    def _guarded(self, port: int, frame: bytes, seen: Seen, sent: list[tuple[int, bytes]]) -> None:
+    def _guarded(self, port: int, seen: Seen, sent: list[tuple[int, bytes]]) -> None:
         if not sent:
             return
         if seen.source_ip != self._rules.ip_of_port[port]:

@@ -35,7 +35,7 @@ def _figure(report: dict[str, Any]) -> bytes:
         _draw_lives(memory, report, "memory_mib", "Own memory, MiB")
         _draw_lives(descriptors, report, "descriptors", "Open descriptors")
         _draw_lives(threads, report, "threads", "Threads")
-        _legend(memory, report)
+        _legend(memory)
         _draw_rate(rate, report)
         _draw_speed(speed, report)
         _draw_faults(faults, report)
@@ -80,7 +80,7 @@ def _draw_lives(axes: Any, report: dict[str, Any], what: str, title: str) -> Non
     axes.set_ylim(bottom=0)
 
 
-def _legend(axes: Any, report: dict[str, Any]) -> None:
+def _legend(axes: Any) -> None:
     for label, colour in (
         ("switch", _SWITCH),
         ("controller", _CONTROLLER),

@@ -56,11 +56,10 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from kvcast.controller.core.ghosts import Rule, Standing
-from kvcast.controller.core.reuse import Reuse, times_of
+from kvcast.controller.core.reuse import Floats, Reuse, times_of
 from kvcast.protocol.messages.wire import CELLS, CHUNKS_PER_SEGMENT, SEGMENT_BYTES, BlockId
 
 Rows: TypeAlias = npt.NDArray[np.intp] | slice
-Floats: TypeAlias = npt.NDArray[np.float64]
 
 _segments_of = functools.lru_cache(maxsize=1024)(CELLS.segments_of)
 """Cached, since the blocks of a pool have few sizes."""

@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias, TypeVar, cast
+from typing import Final, TypeAlias, TypeVar, cast
 
 import msgspec
 from kvcast.hostagent import membarrier
@@ -118,7 +118,7 @@ _Result: TypeAlias = Block | Outcome
 """What came of a key: the block, or an outcome without one."""
 Arrived: TypeAlias = tuple[int, Outcome]
 """Where a key stands in a get, and what came of it."""
-Ack: TypeAlias = Literal["", "home", "replicas", "local"]
+Ack: TypeAlias = local.PutAck
 T = TypeVar("T")
 R = TypeVar("R", bound=local.AgentReply)
 Call: TypeAlias = Generator[Ask, local.AgentReply, T]

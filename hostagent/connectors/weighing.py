@@ -180,22 +180,21 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How many blocks to load, and why not more or less: a key of `WHY`."""
+    """How many blocks to load, and why not more or less."""
 
     blocks: int
     why: str
+    """One of these words:
 
-
-WHY: Final = {
-    "unmeasured": "it is not known yet what loading or computing takes",
-    "sooner": "loading all of it is sooner",
-    "part": "this much comes while the engine is busy anyway",
-    "probe": "computing is sooner; a few blocks, to see whether that is still so",
-    "slower": "computing is sooner",
-    "failing": "computing is sooner, since too few of the blocks come that are asked for",
-    "deadline": "no more comes before the deadline",
-    "near": "what is not in this node's memory is computed sooner",
-}
+    - `unmeasured`: it is not known yet what loading or computing takes;
+    - `sooner`: loading all of it is sooner;
+    - `part`: so much comes while the engine is busy anyway;
+    - `probe`: computing is sooner; a few blocks, to see whether that is still so;
+    - `slower`: computing is sooner;
+    - `failing`: computing is sooner, since too few of the blocks come that are asked for;
+    - `deadline`: no more comes before the deadline;
+    - `near`: what is not in this node's memory is computed sooner.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -354,7 +354,7 @@ class AgentCore:
             assert self.shared is not None
             copy = self.shared.copy_of(each.cell)
             if copy is not None:
-                self.serving.given(self._now, copy, each.node, each.start_bytes)
+                self.serving.given(copy, each.node, each.start_bytes)
                 size_bytes = copy.size_bytes - each.start_bytes
                 self.departures.sent(self._now, copy.block.namespace, size_bytes)
         if self.departures.is_tight(self._now):

@@ -881,7 +881,7 @@ class Courier:
                         self._store.unpin(landed)
                     landed = self._landed(now, told)
                 assert landed is not None  # and pinned, until all have it
-                self._give(now, told, landed)
+                self._give(told, landed)
             elif told.kind == courier.RELEASED:
                 self._holders[told.client].returned(told.handle)
             else:
@@ -935,7 +935,7 @@ class Courier:
         self._be_patient(told.home)
         return landed
 
-    def _give(self, now: float, told: Told, copy: Copy) -> None:
+    def _give(self, told: Told, copy: Copy) -> None:
         """A copy is a client's."""
         metrics = self._metrics
         mine = metrics.by_namespace.of(told.namespace)

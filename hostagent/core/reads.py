@@ -782,7 +782,7 @@ class Reads:
                 self._fetch_anew(now, event.block, late)
             elif isinstance(event, TryBulk):
                 # What waits for this probe would only find out the same.
-                self._bulk_followers(now, self._fetches[event.block], event.home)
+                self._bulk_followers(self._fetches[event.block], event.home)
                 self._try_bulk(now, event.fetch_id, event.block, event.home)
             elif isinstance(event, ProbeEnded):
                 probe = self._fetches.get(event.block)
@@ -803,7 +803,7 @@ class Reads:
         self._metrics.payload_bytes_received_udp_total += report.payload_bytes
         self._deliver(fetch, reservation, event.digest, report.tier, report.elapsed_s)
         if fetch.followers and fetch.home is not None and report.tier == "home":
-            self._bulk_followers(now, fetch, fetch.home)
+            self._bulk_followers(fetch, fetch.home)
         else:
             self._read_followers(now, fetch)
 
@@ -879,7 +879,7 @@ class Reads:
         for fetch in followers:
             self._read(now, fetch)
 
-    def _bulk_followers(self, now: float, probe: _Fetch, home: int) -> None:
+    def _bulk_followers(self, probe: _Fetch, home: int) -> None:
         """Fetch the blocks that waited for this probe from its home, over the bulk link."""
         followers, probe.followers = probe.followers, []
         for fetch in followers:
@@ -970,7 +970,7 @@ class Reads:
                 may_read=True,
             )
         )
-        self._bulk_followers(now, fetch, event.home)
+        self._bulk_followers(fetch, event.home)
 
     def _try_bulk(self, now: float, fetch_id: int, block: BlockId, first: int) -> None:
         """Ask one home after the other by TCP, beginning with `first`, until one has the block."""

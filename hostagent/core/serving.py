@@ -262,7 +262,7 @@ class Serving:
         self._metrics.bulk_requests_refused_total += 1
         return bulk.FORBIDDEN
 
-    def given(self, now: float, copy: Copy, node: int, start_bytes: int) -> None:
+    def given(self, copy: Copy, node: int, start_bytes: int) -> None:
         """A copy goes to a node by a conveyor, without its first bytes."""
         self._metrics.bulk_requests_served_total += 1
         self._store.get(copy.block)

@@ -8,7 +8,6 @@ library's own; what it cannot send in time it drops. Imported only where traces 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from typing import Final
@@ -20,8 +19,6 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
-
-log = logging.getLogger(__name__)
 
 SEND_TIMEOUT_S: Final = 5.0
 _STOP_TIMEOUT_MS: Final = 2000

@@ -33,7 +33,6 @@ FRAME_OVERHEAD_BYTES: Final = ETHERNET.size_bytes + IPV4.size_bytes + UDP.size_b
 assert _FRAME.size == FRAME_OVERHEAD_BYTES
 ETHERNET_MTU_BYTES: Final = 1500
 """What an Ethernet carries unless it is set up for more; of an IPv4 packet, its header included."""
-MAX_FRAME_BYTES: Final = FRAME_OVERHEAD_BYTES + MAX_DATAGRAM_BYTES
 
 _IP_START: Final = ETHERNET.size_bytes
 _UDP_START: Final = _IP_START + IPV4.size_bytes

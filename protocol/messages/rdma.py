@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import Annotated, Final
 
 from kvcast.protocol.messages.bulk import PutHeader, WantedBlock
-from kvcast.protocol.messages.control import U16, U32, U64, NodeId
+from kvcast.protocol.messages.control import U16, U24, U32, U64, NodeId
 from msgspec import Meta, Struct
 
 RDMA_PROTOCOL_VERSION: Final = 1
@@ -32,8 +32,6 @@ MAX_RDMA_REQUESTS: Final = 8
 MAX_RDMA_BLOCKS: Final = 32
 """Blocks of one request."""
 MAX_RDMA_MESSAGE_BYTES: Final = 1 << 14
-
-U24 = Annotated[int, Meta(ge=0, le=0xFFFFFF)]
 
 
 class Endpoint(Struct, frozen=True, array_like=True):

@@ -21,7 +21,6 @@ import finsy as fy
 import msgspec
 from kvcast.p4 import artefact
 from kvcast.protocol.messages.control import (
-    CONTROL_PROTOCOL_VERSION,
     AgentMessage,
     ControllerMessage,
     Describe,
@@ -36,6 +35,7 @@ from kvcast.protocol.messages.control import (
 from kvcast.protocol.messages.framing import MessageCodec
 from kvcast.protocol.messages.wire import BlockId
 from own_address import own_endpoint
+from registering import register
 
 M = TypeVar("M", bound=msgspec.Struct)
 TIMEOUT_S = 90.0
@@ -166,20 +166,7 @@ class FakeAgent:
         self.epoch = 0
 
     def register(self, **changes: object) -> Register:
-        n = self.number
-        message = Register(
-            version=CONTROL_PROTOCOL_VERSION,
-            node_id=f"node-{n}",
-            incarnation=1,
-            ip=f"10.77.0.{n}",
-            mac=f"02:6b:76:00:00:{n:02x}",
-            switch_port=n,
-            udp_port=19286,
-            bulk_host="127.0.0.1",
-            bulk_port=9700,
-            arena_bytes=1 << 20,
-        )
-        return msgspec.structs.replace(message, **changes)
+        return register(self.number, **changes)
 
     async def connect(self, address: str, **changes: object) -> None:
         host, port = address.rsplit(":", 1)

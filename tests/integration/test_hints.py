@@ -6,7 +6,6 @@ Oracle: what the agents hold, and the answers. Cannot see: a router (test_route_
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ import pytest
 from hostagent_harness import Pool, key_of, running_pool, until
 from kvcast.hostagent.flags import parse
 from kvcast.hostagent.network.hints_server import MAX_KEYS, hints_server
-
-log = logging.getLogger(__name__)
 
 
 @contextlib.asynccontextmanager

@@ -50,7 +50,6 @@ SEGMENT = roce.SHARED_CHUNKING.number(1)
 PLACE = roce.place_of(NAMESPACE, KEY, SEGMENT)
 CHUNK = content_of(roce.SHARED_CHUNKING.chunk_bytes)
 SIZE = 2 << 20
-HOSTS = 4
 
 
 @pytest.fixture

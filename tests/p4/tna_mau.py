@@ -21,8 +21,6 @@ from typing import Any
 from kvcast.p4 import build
 
 Phv = defaultdict[str, int]
-Choice = tuple[str, list[int]]
-"""An action, and the parameters that a constant entry gives it."""
 Entries = dict[str, dict[tuple[Any, ...], tuple[str, dict[str, int]]]]
 
 POLYNOMIALS = {

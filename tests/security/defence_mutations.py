@@ -1517,6 +1517,7 @@ ANSWERS = "answers for buckets"
 CONNECTIONS = "floods an entry point with connections"
 NONSENSE = "floods an entry point with nonsense"
 REQUESTS = "floods the HTTP API"
+ROUTER_FLOOD = "floods the router"
 PAGE = "gives itself a name that is markup"
 STALE = "serves a stale copy"
 READS = "floods a home with READs"
@@ -1862,10 +1863,13 @@ def _endless_bodies() -> AbstractContextManager[object]:
 
 @mutation(
     "a connection may stay without asking for anything",
-    {REQUESTS: ["test_a_connection_that_asks_for_nothing_is_closed"]},
+    {
+        REQUESTS: ["test_a_connection_that_asks_for_nothing_is_closed"],
+        ROUTER_FLOOD: ["test_a_connection_that_says_nothing_is_closed"],
+    },
 )
 def _silent_connections() -> AbstractContextManager[object]:
-    return replaced("kvcast.service.http.HttpServer._must_speak", nothing)
+    return replaced("kvcast.service.http_connections.HttpConnections._must_speak", nothing)
 
 
 @p4_mutation(
@@ -2141,17 +2145,8 @@ def _copies_mixed_compiled() -> AbstractContextManager[object]:
     return recompiled("_is_of", "any_copy")
 
 
-ROUTER_FLOOD = "floods the router"
 ROUTER_EVENTS = "as an engine, tells the router nonsense"
 HINTS = "has an agent fetch another tenant's blocks"
-
-
-@mutation(
-    "a connection to the router may stay without asking for anything",
-    {ROUTER_FLOOD: ["test_a_connection_that_says_nothing_is_closed"]},
-)
-def _silent_at_the_router() -> AbstractContextManager[object]:
-    return replaced("kvcast.routing.proxy.Proxy._must_speak", nothing)
 
 
 @mutation(

@@ -106,8 +106,8 @@ def test_a_forgery_under_a_homes_address_counts_as_a_copy() -> None:
 def test_an_answer_to_a_put_is_about_that_block_and_counts_homes_that_have_it() -> None:
     """So answers to blocks that were put together cannot stand at each other's places."""
     model, other = _Pool().model, (NAME[0], bytes(16))
-    model.put_begins(READER, NAME, b"its bytes")
-    model.put_begins(READER, other, b"another's")
+    model.put_begins(NAME, b"its bytes")
+    model.put_begins(other, b"another's")
     model.acknowledged(HOME, 1, NAME)
     mine = wire.digest_of(b"its bytes")
     model.put_ended(READER, NAME, True, copies=1, digest=mine)

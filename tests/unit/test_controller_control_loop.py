@@ -13,9 +13,9 @@ from kvcast.controller.core.pool import Pool, PoolOptions
 from kvcast.controller.core.reconcile import SwitchState
 from kvcast.controller.store import SavedState
 from kvcast.controller.switch.control_loop import ControlLoop
-from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register
 from kvcast.protocol.messages.ethernet import parse_mac
 from kvcast.protocol.messages.wire import BlockId
+from registering import register
 
 OPTIONS = PoolOptions(
     settings=program.Settings(enabled=True, lease_ticks=100, heat_threshold=3),
@@ -50,21 +50,7 @@ class Bed:
     def close(self, _connection: int, _reason: str) -> None: ...
 
     def join(self, number: int) -> None:
-        self.loop.received(
-            number,
-            Register(
-                version=CONTROL_PROTOCOL_VERSION,
-                node_id=f"node-{number}",
-                incarnation=1,
-                ip=f"10.77.0.{number}",
-                mac=f"02:6b:76:00:00:{number:02x}",
-                switch_port=number,
-                udp_port=19286,
-                bulk_host="127.0.0.1",
-                bulk_port=9700,
-                arena_bytes=1 << 20,
-            ),
-        )
+        self.loop.received(number, register(number))
 
     async def round(self) -> SwitchState:
         """What the switch holds after one: the plan, and nothing else."""

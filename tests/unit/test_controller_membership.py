@@ -5,28 +5,12 @@ Oracle: the table in the module's text, played with an invented clock. Cannot se
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from kvcast.controller.core.membership import MAX_LIVE_NODES, Membership, RegistrationError
-from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register
+from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION
+from registering import register
 
 LEASE_S, STABLE_S = 3.0, 2.0
-
-
-def register_message(number: int, **changes: object) -> Register:
-    message = Register(
-        version=CONTROL_PROTOCOL_VERSION,
-        node_id=f"node-{number}",
-        incarnation=1,
-        ip=f"10.77.0.{number}",
-        mac=f"02:6b:76:00:00:{number:02x}",
-        switch_port=(number - 1) % 32 + 1,
-        udp_port=19286,
-        bulk_host="127.0.0.1",
-        bulk_port=9700,
-        arena_bytes=1 << 20,
-    )
-    return msgspec.structs.replace(message, **changes)
 
 
 def new() -> Membership:
@@ -39,7 +23,7 @@ def placed(membership: Membership) -> set[str]:
 
 def test_a_new_node_is_placed_at_the_next_advance() -> None:
     membership = new()
-    node, changed = membership.register(register_message(1), 1, 0.0)
+    node, changed = membership.register(register(1), 1, 0.0)
     assert changed
     assert node.index == 1
     assert not node.placed
@@ -61,11 +45,11 @@ def test_where_homes_are_named_no_other_node_is_placed() -> None:
     membership = Membership(
         lease_s=LEASE_S, rebalance_after_s=STABLE_S, homes=frozenset({"node-2"})
     )
-    membership.register(register_message(1), 1, 0.0)
+    membership.register(register(1), 1, 0.0)
     assert not membership.advance(0.0)
     assert not membership.advance(STABLE_S)
     assert membership.next_deadline() == LEASE_S  # and not at once, again and again
-    membership.register(register_message(2), 2, STABLE_S)
+    membership.register(register(2), 2, STABLE_S)
     assert membership.advance(STABLE_S)
     assert placed(membership) == {"node-2"}
     assert membership.nodes["node-1"].live
@@ -76,8 +60,8 @@ def test_where_homes_are_named_no_other_node_is_placed() -> None:
 
 def test_a_lease_that_runs_out_unplaces_the_node_but_keeps_its_index() -> None:
     membership = new()
-    membership.register(register_message(1), 1, 0.0)
-    membership.register(register_message(2), 2, 0.0)
+    membership.register(register(1), 1, 0.0)
+    membership.register(register(2), 2, 0.0)
     membership.advance(0.0)
     membership.renew(membership.nodes["node-1"], 2.0)
     assert membership.advance(LEASE_S)
@@ -88,12 +72,12 @@ def test_a_lease_that_runs_out_unplaces_the_node_but_keeps_its_index() -> None:
 def test_a_node_that_comes_back_gets_buckets_only_when_it_is_stable() -> None:
     membership = new()
     for number in (1, 2):
-        membership.register(register_message(number), number, 0.0)
+        membership.register(register(number), number, 0.0)
     membership.advance(0.0)
     membership.renew(membership.nodes["node-1"], 10.0)
     membership.advance(10.0)
     assert placed(membership) == {"node-1"}
-    membership.register(register_message(2, incarnation=2), 3, 10.0)
+    membership.register(register(2, incarnation=2), 3, 10.0)
     membership.advance(10.0 + STABLE_S / 2)
     assert placed(membership) == {"node-1"}
     assert membership.next_deadline() == 10.0 + STABLE_S
@@ -104,18 +88,18 @@ def test_a_node_that_comes_back_gets_buckets_only_when_it_is_stable() -> None:
 
 def test_the_last_node_standing_need_not_wait() -> None:
     membership = new()
-    membership.register(register_message(1), 1, 0.0)
+    membership.register(register(1), 1, 0.0)
     membership.advance(0.0)
     membership.advance(5.0)
     assert placed(membership) == set()
-    membership.register(register_message(1, incarnation=2), 2, 6.0)
+    membership.register(register(1, incarnation=2), 2, 6.0)
     membership.advance(6.0)
     assert placed(membership) == {"node-1"}
 
 
 def test_time_in_which_nobody_could_be_heard_is_nobodys_silence() -> None:
     membership = new()
-    membership.register(register_message(1), 1, 0.0)
+    membership.register(register(1), 1, 0.0)
     membership.advance(0.0)
     membership.excuse(10.0)
     assert not membership.advance(LEASE_S + 5.0)
@@ -124,7 +108,7 @@ def test_time_in_which_nobody_could_be_heard_is_nobodys_silence() -> None:
 
 def test_leaving_moves_the_buckets_at_once() -> None:
     membership = new()
-    node, _ = membership.register(register_message(1), 1, 0.0)
+    node, _ = membership.register(register(1), 1, 0.0)
     membership.advance(0.0)
     assert membership.leave(node, 0.5)
     assert placed(membership) == set()
@@ -133,9 +117,9 @@ def test_leaving_moves_the_buckets_at_once() -> None:
 
 def test_the_same_incarnation_may_reconnect_and_changes_nothing() -> None:
     membership = new()
-    membership.register(register_message(1), 1, 0.0)
+    membership.register(register(1), 1, 0.0)
     membership.advance(0.0)
-    node, changed = membership.register(register_message(1), 2, 1.0)
+    node, changed = membership.register(register(1), 2, 1.0)
     assert not changed
     assert node.connection == 2
     assert node.placed
@@ -145,11 +129,11 @@ def test_the_same_incarnation_may_reconnect_and_changes_nothing() -> None:
 
 def test_another_incarnation_is_refused_while_the_first_is_connected() -> None:
     membership = new()
-    node, _ = membership.register(register_message(1), 1, 0.0)
+    node, _ = membership.register(register(1), 1, 0.0)
     with pytest.raises(RegistrationError, match="already connected"):
-        membership.register(register_message(1, incarnation=2), 2, 0.0)
+        membership.register(register(1, incarnation=2), 2, 0.0)
     membership.disconnected(node, 1)
-    again, _ = membership.register(register_message(1, incarnation=2), 2, 0.0)
+    again, _ = membership.register(register(1, incarnation=2), 2, 0.0)
     assert again.incarnation == 2
 
 
@@ -177,31 +161,31 @@ def test_what_no_node_can_have_is_refused_with_its_reason(
     changes: dict[str, object], reason: str
 ) -> None:
     membership = new()
-    membership.register(register_message(1), 1, 0.0)
+    membership.register(register(1), 1, 0.0)
     with pytest.raises(RegistrationError, match=reason):
-        membership.register(register_message(2, **changes), 2, 0.0)
+        membership.register(register(2, **changes), 2, 0.0)
     assert set(membership.nodes) == {"node-1"}
 
 
 def test_a_dead_nodes_address_may_be_taken_over() -> None:
     membership = new()
-    membership.register(register_message(1), 1, 0.0)
+    membership.register(register(1), 1, 0.0)
     membership.advance(LEASE_S)
-    membership.register(register_message(2, ip="10.77.0.1", switch_port=1), 2, LEASE_S)
+    membership.register(register(2, ip="10.77.0.1", switch_port=1), 2, LEASE_S)
     assert set(membership.nodes) == {"node-2"}
 
 
 def test_the_pool_takes_32_live_nodes_and_forgets_dead_ones_beyond_its_bound() -> None:
     membership = new()
     for number in range(1, MAX_LIVE_NODES + 1):
-        membership.register(register_message(number), number, 0.0)
+        membership.register(register(number), number, 0.0)
     with pytest.raises(RegistrationError, match=r"taken|full"):
-        membership.register(register_message(33), 33, 0.0)
+        membership.register(register(33), 33, 0.0)
     for round_ in range(1, 6):
         now = round_ * 10.0
         membership.advance(now)
         for number in range(1, MAX_LIVE_NODES + 1):
-            message = register_message(
+            message = register(
                 number, node_id=f"round-{round_}-{number}", ip=f"10.78.{round_}.{number}"
             )
             membership.register(message, number, now)
@@ -213,14 +197,14 @@ def test_the_pool_takes_32_live_nodes_and_forgets_dead_ones_beyond_its_bound() -
 def test_a_restarted_controller_gives_its_nodes_time_to_come_back() -> None:
     membership = new()
     for number in (1, 2):
-        membership.register(register_message(number), number, 0.0)
+        membership.register(register(number), number, 0.0)
     membership.advance(0.0)
     restored = Membership.restore(
         list(membership.views.saved), 100.0, lease_s=LEASE_S, rebalance_after_s=STABLE_S
     )
     assert not restored.advance(100.0)
     assert placed(restored) == {"node-1", "node-2"}
-    _, changed = restored.register(register_message(1), 1, 101.0)
+    _, changed = restored.register(register(1), 1, 101.0)
     assert not changed
     restored.renew(restored.nodes["node-1"], 105.0)
     assert restored.advance(100.0 + 2 * LEASE_S)
@@ -229,17 +213,17 @@ def test_a_restarted_controller_gives_its_nodes_time_to_come_back() -> None:
 
 def test_after_a_restart_who_comes_waits_until_the_others_have_said_what_they_hold() -> None:
     before = new()
-    before.register(register_message(1), 1, 0.0)
+    before.register(register(1), 1, 0.0)
     before.advance(0.0)
     membership = Membership.restore(
         list(before.views.saved), 100.0, lease_s=LEASE_S, rebalance_after_s=STABLE_S
     )
-    membership.register(register_message(2), 2, 100.0)
+    membership.register(register(2), 2, 100.0)
     membership.advance(100.0)
     assert placed(membership) == {"node-1"}, "who knows what it holds"
     assert membership.views.coming == {"node-1", "node-2"}
-    membership.register(register_message(1), 1, 100.0)
+    membership.register(register(1), 1, 100.0)
     membership.nodes["node-1"].unheard = False
-    membership.register(register_message(3), 3, 101.0)
+    membership.register(register(3), 3, 101.0)
     membership.advance(101.0)
     assert placed(membership) == {"node-1", "node-3"}, "it holds nothing"

@@ -30,7 +30,6 @@ from kvcast.controller.core.tiers import AdmitMode, HeatSample, PinError
 from kvcast.controller.switch.control_loop import ControlLoop, SwitchError
 from kvcast.protocol.messages.control import (
     AT_END,
-    CONTROL_PROTOCOL_VERSION,
     AgentMessage,
     Credit,
     Describe,
@@ -50,7 +49,6 @@ from kvcast.protocol.messages.control import (
     NamespaceSettings,
     PoolMap,
     Refused,
-    Register,
     Registered,
     Renew,
     Replicas,
@@ -58,6 +56,7 @@ from kvcast.protocol.messages.control import (
     number_of,
 )
 from kvcast.protocol.messages.wire import CHUNKINGS, SEGMENT_BYTES, BlockId, bucket_of
+from registering import register
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -156,22 +155,6 @@ class Driver:
                 self.say(connection, Described(request=question.request, blocks=blocks))
                 answered += 1
         return answered
-
-
-def register(number: int, incarnation: int = 1, mtu_bytes: int = 1500) -> Register:
-    return Register(
-        version=CONTROL_PROTOCOL_VERSION,
-        node_id=f"node-{number}",
-        incarnation=incarnation,
-        ip=f"10.77.0.{number}",
-        mac=f"02:6b:76:00:00:{number:02x}",
-        switch_port=number,
-        udp_port=19286,
-        bulk_host="127.0.0.1",
-        bulk_port=9700,
-        arena_bytes=1 << 20,
-        mtu_bytes=mtu_bytes,
-    )
 
 
 def renew(**changes: object) -> Renew:
@@ -967,7 +950,7 @@ NODE_IDS = st.integers(1, 5).map("node-{}".format)
 KEYS = SMALL.map(key)
 HUGE = st.sampled_from([0, 1, SEGMENT_BYTES, 5 * SEGMENT_BYTES, 2**32, 2**64 - 1])
 MESSAGES = st.one_of(
-    st.builds(register, st.integers(1, 6), st.integers(1, 2)),
+    st.builds(register, st.integers(1, 6), incarnation=st.integers(1, 2)),
     st.builds(
         Renew,
         st.dictionaries(st.sampled_from(["a", "b"]), st.floats(), max_size=2),

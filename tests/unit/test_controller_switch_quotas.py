@@ -31,8 +31,9 @@ from kvcast.protocol.messages.control import (
     NamespaceSettings,
 )
 from kvcast.protocol.messages.wire import CELLS, SEGMENT_BYTES, BlockId
+from registering import register
 from test_controller_admission import chosen, contender, heat_with, holder
-from test_controller_pool import OPTIONS, Driver, admit, heat, key, register, renew
+from test_controller_pool import OPTIONS, Driver, admit, heat, key, renew
 
 # --- choice ---------------------------------------------------------------------------------
 
