@@ -25,15 +25,15 @@ import contextlib
 import random
 import sys
 import time
-from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from kvcast.bench.incast import home_keys
-from kvcast.hostagent.client import AsyncClient, KvcastError
+from kvcast.bench.readers import Readers, end
+from kvcast.hostagent.client import AsyncClient
 from kvcast.service.provenance import provenance
 from kvcast.service.reports import report_to, say, write_json
 from kvcast.topologies.pool import Pool, PoolOptions
@@ -41,8 +41,6 @@ from kvcast.topologies.star import Star
 from kvcast.workloads import content
 
 HOME: Final = "node-1"
-LOCAL: Final = "local"
-GET_DEADLINE_S: Final = 60.0
 ADAPTED_AFTER_S: Final = 6.0
 """No replica was given or taken for so long: the pool has adapted."""
 ADAPTS_WITHIN_S: Final = 90.0
@@ -63,53 +61,11 @@ class Options:
     seed: int
 
 
-@dataclass
-class Load:
-    """What the readers have got, by now."""
-
-    remote_bytes: int = 0
-    local_bytes: int = 0
-    gets: int = 0
-    misses: int = 0
-    wrong_bytes: int = 0
-    errors: list[str] = field(default_factory=list)
-    stopped: bool = False
-    reading: set[bytes] = field(default_factory=set)
-    """What some reader reads at this moment."""
-
-    async def read(self, client: AsyncClient, namespace: int, keys: list[bytes]) -> None:
-        """One reader's turn through the blocks, again and again."""
-        waiting = deque(keys)
-        while not self.stopped:
-            while waiting[0] in self.reading:
-                waiting.rotate(-1)
-            key = waiting[0]
-            waiting.rotate(-1)
-            self.gets += 1
-            self.reading.add(key)
-            try:
-                (block,) = await client.get(namespace, [key], GET_DEADLINE_S)
-            except KvcastError as error:
-                self.errors.append(f"{type(error).__name__}: {error}")
-                continue
-            finally:
-                self.reading.discard(key)
-            if block is None:
-                self.misses += 1
-                continue
-            with block:
-                size = len(block.data)
-                self.wrong_bytes += content.wrong_bytes(key, size, block.data)
-                if block.tier == LOCAL:
-                    self.local_bytes += size
-                else:
-                    self.remote_bytes += size
-
-    async def measure(self, seconds: float) -> float:
-        """Bytes a second over the network, from now on."""
-        begun, before = time.perf_counter(), self.remote_bytes
-        await asyncio.sleep(seconds)
-        return (self.remote_bytes - before) / (time.perf_counter() - begun)
+async def _speed(readers: Readers, seconds: float) -> float:
+    """Bytes a second over the network, from now on."""
+    begun, before = time.perf_counter(), readers.got_bytes
+    await asyncio.sleep(seconds)
+    return (readers.got_bytes - before) / (time.perf_counter() - begun)
 
 
 def _pool(options: Options, *, hot: bool) -> Pool:
@@ -133,7 +89,7 @@ def _pool(options: Options, *, hot: bool) -> Pool:
 
 
 @contextlib.asynccontextmanager
-async def _loaded(pool: Pool, options: Options) -> AsyncIterator[Load]:
+async def _loaded(pool: Pool, options: Options) -> AsyncIterator[Readers]:
     """The home has its blocks, and the readers read them."""
     keys = home_keys(pool, HOME, options.blocks, options.seed)
     async with contextlib.AsyncExitStack() as stack:
@@ -142,24 +98,23 @@ async def _loaded(pool: Pool, options: Options) -> AsyncIterator[Load]:
         for key in keys:
             data = content.block_bytes(key, options.block_bytes)
             await home.put(namespace, {key: data})
-        load = Load()
+        load = Readers(namespace, options.block_bytes)
         tasks = []
         for number in range(options.readers):
             path = str(pool.sockets[f"node-{2 + number}"])
             client = await stack.enter_async_context(await AsyncClient.connect(path))
             order = random.Random(f"{options.seed}/{number}").sample(keys, len(keys))
-            tasks.append(asyncio.create_task(load.read(client, namespace, order)))
+            tasks.append(asyncio.create_task(load.read(client, order)))
         try:
             yield load
         finally:
-            load.stopped = True
-            await asyncio.gather(*tasks)
+            await end(tasks)
 
 
-async def _before(options: Options) -> tuple[Load, float]:
+async def _before(options: Options) -> tuple[Readers, float]:
     async with _pool(options, hot=False) as pool, _loaded(pool, options) as load:
         await asyncio.sleep(3.0)
-        return load, await load.measure(options.measure_s)
+        return load, await _speed(load, options.measure_s)
 
 
 async def _adapted(pool: Pool) -> tuple[float, int]:
@@ -197,7 +152,7 @@ async def run(options: Options) -> dict[str, Any]:
         async with _loaded(pool, options) as load:
             took, replicas = await _adapted(pool)
             say(f"{replicas} replicas of {options.blocks} blocks after {took:.1f} s")
-            after = await load.measure(options.measure_s)
+            after = await _speed(load, options.measure_s)
             loads = {n["node_id"]: n["load"] for n in (await pool.status())["nodes"]}
             counts = (await pool.status())["counts"]
         say(f"with replicas: {after / 1e6:.2f} MB/s")
@@ -236,6 +191,8 @@ def main() -> int:
     given = parser.parse_args()
     if given.blocks <= 2 * given.readers:
         parser.error("there must be more than two blocks a reader, or readers meet")
+    if given.blocks * given.block_bytes < 4 * _MIB:
+        parser.error("there must be 4 MiB of blocks, or the readers' arenas hold them all")
     options = Options(
         *(given.readers, given.spares, given.blocks, given.block_bytes),
         *(given.link_rate, given.measure, given.seed),

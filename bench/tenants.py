@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvcast.bench.incast import home_keys
+from kvcast.bench.readers import Readers, end
 from kvcast.hostagent.client import AsyncClient, KvcastError
 from kvcast.service.commands import CommandError
 from kvcast.service.provenance import provenance
@@ -49,7 +50,6 @@ from kvcast.workloads import content
 
 HOME: Final = "node-1"
 QUIET: Final = "node-2"
-GET_DEADLINE_S: Final = 60.0
 _PACE: Final = 0.95
 _MIB: Final = 1 << 20
 
@@ -80,52 +80,15 @@ class Options:
 
 
 @dataclass
-class Tenant:
-    """What a tenant's readers do, and have got."""
+class Tenant(Readers):
+    """What a tenant's readers do, or those that put, and have got."""
 
-    namespace: int
-    keys: list[bytes]
-    size_bytes: int
-    times_s: list[float] = field(default_factory=list)
-    got_bytes: int = 0
-    misses: int = 0
-    wrong_bytes: int = 0
-    errors: list[str] = field(default_factory=list)
-    reading: set[bytes] = field(default_factory=set)
-    """By some reader, at this moment."""
+    keys: list[bytes] = field(default_factory=list)
+    """Keys to get,"""
     fresh: deque[bytes] = field(default_factory=deque)
-    """Keys to put."""
+    """and to put."""
     last: deque[bytes] = field(default_factory=lambda: deque(maxlen=8))
     """Those that were put last."""
-
-    async def read(self, client: AsyncClient, order: list[bytes], pause_s: float) -> None:
-        """Get one block after the other, until cancelled."""
-        waiting = deque(order)
-        while True:
-            while waiting[0] in self.reading:
-                waiting.rotate(-1)
-            key = waiting[0]
-            waiting.rotate(-1)
-            self.reading.add(key)
-            begun = time.perf_counter()
-            try:
-                (block,) = await client.get(self.namespace, [key], GET_DEADLINE_S)
-            except KvcastError as error:
-                self.errors.append(f"{type(error).__name__}: {error}")
-                continue
-            finally:
-                self.reading.discard(key)
-            took_s = time.perf_counter() - begun
-            if block is None:
-                self.misses += 1
-                continue
-            with block:
-                self.wrong_bytes += content.wrong_bytes(key, self.size_bytes, block.data)
-                if block.tier != "local":
-                    self.times_s.append(took_s)
-                    self.got_bytes += self.size_bytes
-            if pause_s:
-                await asyncio.sleep(pause_s)
 
     async def put(self, client: AsyncClient, pause_s: float) -> None:
         """Put one block after the other, until cancelled."""
@@ -235,7 +198,7 @@ async def run(options: Options) -> dict[str, Any]:
             for key in mine:
                 data = content.block_bytes(key, options.block_bytes)
                 await home.put(namespace, {key: data})
-            tenants.append(Tenant(namespace, mine, options.block_bytes))
+            tenants.append(Tenant(namespace, options.block_bytes, keys=mine))
         quiet, loud = tenants
         if options.puts:
             seconds = 3 * options.measure_s + 20
@@ -273,10 +236,10 @@ async def run(options: Options) -> dict[str, Any]:
             phases[phase] = list(quiet.times_s)
             if phase == "with":
                 loud_bytes_per_s = (loud.got_bytes - before) / options.measure_s
-                await _end(loud_tasks)
+                await end(loud_tasks)
                 await asyncio.sleep(2.0)
             say(f"{phase}: {len(phases[phase])} blocks, p99 {1e3 * _p99(phases[phase]):.1f} ms")
-        await _end([quiet_task])
+        await end([quiet_task])
         stats = await home.stats()
         way = "received_bulk_put" if options.puts else "sent_bulk_get"
         by_tcp = stats[f"payload_bytes_{way}_total"]
@@ -302,12 +265,6 @@ async def run(options: Options) -> dict[str, Any]:
         "pushed_blocks": stats.get("courier_put_taken_total", 0.0),
         "parameters": vars(options),
     }
-
-
-async def _end(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _at(share: float, times_s: list[float]) -> float:
