@@ -410,7 +410,8 @@ class ReadFlags:
         choices=("tcp", "reads"),
     )
     expect_wait_s: float = seconds(
-        "how long a get waits for its group's answer before it asks itself",
+        "how long a get waits for its group's answer before it asks itself; for ten times as long a"
+        " home takes an answer to a group to be on its way",
         default=RequesterConfig.expect_wait_s,
     )
 
@@ -528,6 +529,12 @@ def _settle(flags: AgentFlags) -> Setup:
     return Setup(flags, credentials_of(flags.tls))
 
 
+_ON_ITS_WAY_WAITS: Final = 10
+"""An answer to a reader group may be on its way for so many times as long as a member waits for
+more of it before it asks: where links have queues, both wait in them. At the default that is
+`ResponderConfig.on_its_way_s`."""
+
+
 def options_of(setup: Setup) -> Options:
     """The agent's options from its flags."""
     flags = setup.flags
@@ -550,6 +557,7 @@ def options_of(setup: Setup) -> Options:
         rate_frames_per_s=flags.responder_rate_per_s,
         burst_frames=flags.responder_burst,
         max_jobs=flags.responder_jobs,
+        on_its_way_s=_ON_ITS_WAY_WAITS * flags.expect_wait_s,
     )
     return Options(
         agent=AgentOptions(

@@ -14,6 +14,7 @@ from functools import partial
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kvcast.hostagent.flags import options_of, parse
 from kvcast.protocol.messages import wire
 from kvcast.protocol.messages.wire import BlockId, Frame
 from kvcast.protocol.requester import (
@@ -447,11 +448,26 @@ GROUP = 7
 GROUP_BLOCK_BYTES = 512 * 1024
 
 
-def group_of_four(seed: int, delay_s: float) -> Network:
-    """Four readers that are a group, and a home with three blocks; a frame takes so long."""
+AGENT_FLAGS = [
+    *("--node-id=n", "--controller=127.0.0.1:1", "--ip=10.0.0.1", "--mac=02:00:00:00:00:01"),
+    *("--transport=udp", "--switch-port=1", "--socket=s"),
+]
+PATIENT = ["--rto-initial=3", "--rto-min=3", "--expect-wait=0.25"]
+
+
+def group_of_four(seed: int, delay_s: float, *flags: str) -> Network:
+    """Four readers that are a group, and a home with three blocks; a frame takes so long. Their
+    agents have these flags."""
+    agent = options_of(parse([*AGENT_FLAGS, *flags])).agent
     ranks = range(READER, READER + 4)
     switch = CoalescingSwitch(groups={GROUP: set(ranks)})
-    network = Network(seed, faults=replace(IN_ORDER, delay_s=delay_s), middle=switch)
+    network = Network(
+        seed,
+        faults=replace(IN_ORDER, delay_s=delay_s),
+        middle=switch,
+        requester=agent.requester,
+        responder=agent.responder,
+    )
     store = network.add_responder(HOME_A)
     for number in range(3):
         store.put(block_id(number), content(number, GROUP_BLOCK_BYTES))
@@ -490,13 +506,17 @@ def test_a_reader_group_that_is_impatient_costs_its_home_no_second_copy(seed: in
     assert counters.payload_bytes <= 1.05 * 3 * GROUP_BLOCK_BYTES
 
 
-@pytest.mark.parametrize(("late_s", "copies"), [(0.05, 1.01), (0.09, 1.15)])
+@pytest.mark.parametrize(
+    ("late_s", "delay_s", "flags", "copies"),
+    [(0.05, 0.03, [], 1.01), (0.09, 0.03, [], 1.15), (0.6, 0.5, PATIENT, 1.05)],
+)
 def test_members_of_a_group_that_ask_while_the_answer_is_on_its_way_cost_no_second_copy(
-    late_s: float, copies: float
+    late_s: float, delay_s: float, flags: list[str], copies: float
 ) -> None:
     """Each asks a moment after the one before it, some when the switch has passed the answer on and
-    it has not arrived at them. Who begins to ask when part of the answer is past gets that part."""
-    network = group_of_four(1, 0.03)
+    it has not arrived at them. Who begins to ask when part of the answer is past gets that part.
+    Slow links with queues take long, and agents are told to wait longer there."""
+    network = group_of_four(1, delay_s, *flags)
     for number in range(3):
         for reader in network.readers.values():
             network.at(
