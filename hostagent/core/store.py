@@ -20,7 +20,8 @@ itself; where the arena is full, the namespace pays that has the least recently 
 of its blocks goes, that namespace's policy says; what it says is checked, and where it is wrong or
 finds nothing, the least recently used goes, and a wrong answer is counted. Where the victim's slab
 is cut for another size, the slab's other copies go with it, since one free slot of the wrong size
-helps nobody; so a slab in which anything is pinned or being written is passed over. What cannot
+helps nobody; so a slab in which anything is pinned or being written is passed over. Those that were
+used much later than the victim stay, and another victim is looked for. What cannot
 succeed evicts nothing: before the first victim is chosen, it is known that some victims make the
 room (unless somebody pins them meanwhile).
 
@@ -42,6 +43,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final, Protocol
 
 from kvcast.hostagent.tiers import policies
@@ -1221,9 +1223,9 @@ class Store:
         return (self.allocator.slab_count - end) * slab_bytes >= wanted_bytes
 
     def _make_room(self, wanted_bytes: int) -> bool:
-        """Evict a copy of the size that is wanted, or all copies of a slab; False where there is
-        neither. Each call frees at least one copy, so the work is O(1) amortised over the copies
-        stored."""
+        """Evict a copy of the size that is wanted, or those of a slab that have not been used for
+        half as long as the first to go; False where there is neither. Each call frees at least one
+        copy, so the work is O(1) amortised over the copies stored."""
         victim = self._choose(wanted_bytes)
         if victim is None:
             index = next(filter(self._can_clear, self._clear_slabs), None)
@@ -1233,7 +1235,8 @@ class Store:
         elif victim.reserved_bytes == wanted_bytes:
             self._evict(victim)
         else:
-            self._clear_out(victim.offset // self.allocator.slab_bytes)
+            until = (victim.used_at + self._now) / 2
+            self._clear_out(victim.offset // self.allocator.slab_bytes, until)
         return True
 
     def _choose(self, wanted_bytes: int) -> Copy | None:
@@ -1263,10 +1266,11 @@ class Store:
         of_size = self._evictable_of_size.get(wanted_bytes)
         return fallback or next(filter(self._can_go, (of_size or {}).values()), None)
 
-    def _clear_out(self, index: int) -> None:
-        """Evict all copies of a slab in which nothing is stuck."""
+    def _clear_out(self, index: int, until: float = inf) -> None:
+        """Evict the copies of a slab in which nothing is stuck that were last used by then."""
         offsets = self.allocator.neighbours(index * self.allocator.slab_bytes)
-        victims = [self._by_offset[offset] for offset in offsets]
+        copies = (self._by_offset[offset] for offset in offsets)
+        victims = [copy for copy in copies if copy.used_at <= until]
         self.elsewhere.withdraw(victims)
         for victim in victims:
             if self._index.get(victim.block) is victim:  # it did not go with an ancestor

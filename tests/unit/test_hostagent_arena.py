@@ -237,6 +237,30 @@ def test_another_size_empties_the_victims_slab() -> None:
     store.check()
 
 
+def test_what_was_just_put_stays_where_another_size_empties_the_slab_that_it_shares() -> None:
+    """As when a folder's small files come into an arena that is full of other folders' blocks."""
+    store = Store(Allocator(4 * SLAB, SLAB))
+    for number in range(4):
+        store.advance(float(number))
+        put(store, number, 1024)
+    for number in range(100, 103):
+        store.advance(float(number))
+        put(store, number)
+    store.advance(200.0)
+    put(store, 200, 1024)
+    for number in range(201, 204):
+        store.advance(float(number))
+        put(store, number)
+    held = {
+        number
+        for number in (*range(4), *range(100, 103), *range(200, 204))
+        if store.peek(block(number)) is not None
+    }
+    assert held == {200, 201, 202, 203}
+    assert store.counters.evictions == 7
+    store.check()
+
+
 def slabs_with_a_pin_each(count: int, size: int, *, but: int | None = None) -> tuple[Store, int]:
     """A full arena of `count` slabs of copies of that size, of which one a slab is pinned, `but`
     for one slab; and how many copies it holds."""
