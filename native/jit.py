@@ -14,6 +14,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from typing import Any
 log = logging.getLogger("kvcast.native.jit")
 
 MAGIC = b"kvcast object 1\n"
-MAX_CACHED = 64
-"""Files in the cache; the oldest go."""
+MAX_CACHED = 512
+"""Files in the cache, of at most some 40 KB; the least recently used go. An agent loads two dozen,
+a switch one for each program."""
 PROCESSOR_VARIABLE = "KVCAST_NATIVE_PROCESSOR"
 """LLVM's name of the processor to compile for, where it is not to be this one with all that it can
 do: machines that are alike, or emulated, then run what another has compiled."""
@@ -164,6 +166,8 @@ def _read(path: Path) -> bytes | None:
                 log.warning("%s is somebody else's to write, and not used", path)
                 return None
             data = file.read()
+            with suppress(OSError):
+                os.utime(file.fileno())
     except OSError:
         return None
     start = len(MAGIC) + 32
@@ -192,6 +196,12 @@ def _write(path: Path, code: bytes) -> None:
 
 
 def _evict(folder: Path) -> None:
-    files = sorted(folder.glob("*.o"), key=lambda p: p.stat().st_mtime)
-    for old in files[:-MAX_CACHED]:
+    for old in sorted(folder.glob("*.o"), key=_used_at)[:-MAX_CACHED]:
         old.unlink(missing_ok=True)
+
+
+def _used_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # another process has just made room, too
+        return 0.0

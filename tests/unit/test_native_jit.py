@@ -130,17 +130,33 @@ def test_folder_that_cannot_be_made_only_costs_time(tmp_path: Path) -> None:
     assert [load(blocked / "cache", source) for _ in range(2)] == [2, 2]
 
 
-def test_oldest_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def age(folder: Path) -> None:
+    """Let ten seconds pass."""
+    for file in folder.glob("*.o"):
+        info = file.stat()
+        os.utime(file, (info.st_atime - 10, info.st_mtime - 10))
+
+
+def test_the_least_recently_used_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "MAX_CACHED", 2)
-    for number in range(4):
-        load(tmp_path, Source(number), f"key {number}")
-        for file in tmp_path.glob("*.o"):
-            info = file.stat()
-            os.utime(file, (info.st_atime - 10, info.st_mtime - 10))
+    sources = [Source(number) for number in range(4)]
+    for number, source in enumerate(sources):
+        load(tmp_path, source, f"key {number}")
+        age(tmp_path)
+        load(tmp_path, sources[0], "key 0")
+    load(tmp_path, sources[3], "key 3")
+    assert [source.compiled for source in sources] == [1, 1, 1, 1]
     assert len(list(tmp_path.glob("*.o"))) == 2
-    source = Source(3)
-    load(tmp_path, source, "key 3")
-    assert source.compiled == 0
+
+
+def test_files_that_another_process_takes_away_meanwhile_are_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "gone.o").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr(jit, "MAX_CACHED", 1)
+    assert load(tmp_path, Source(5)) == 5
+    assert [file.is_symlink() for file in tmp_path.glob("*.o")] == [False]
+    assert not caplog.records
 
 
 def test_cache_is_in_the_users_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
