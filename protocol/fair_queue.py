@@ -1,8 +1,8 @@
 """Whose turn it is: what waits for one way, shared by weights.
 
-Owns: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), of items (`FairQueue`) and of
-whatever else waits (`Shares`). Must not know: what waits, or
-what way it is.
+Owns: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), of items (`FairQueue`), of
+items that use something up until they end (`BoundedQueue`), and of whatever else waits (`Shares`).
+Must not know: what waits, or what way it is.
 
 Whatever waits belongs to a flow, and costs so much. Flows that have something waiting get shares of
 what is taken, in cost, in the ratio of their weights: of any two that wait all the while, what each
@@ -128,6 +128,11 @@ class FairQueue(Generic[T]):
         flows = [flow for flow in waiting if flow not in but] if but else waiting
         return min(flows, key=lambda flow: waiting[flow].start, default=None)
 
+    def count(self, flow: int) -> int:
+        """How many a flow has waiting."""
+        waiting = self._waiting.get(flow)
+        return len(waiting.items) if waiting is not None else 0
+
     def head(self, flow: int) -> T | None:
         """What a flow has waiting first; None if it has nothing."""
         waiting = self._waiting.get(flow)
@@ -181,3 +186,46 @@ class FairQueue(Generic[T]):
             self._idle = {flow: at for flow, at in self._idle.items() if at > self._now}
         if len(self._idle) > MAX_IDLE_FLOWS:
             del self._idle[next(iter(self._idle))]
+
+
+class BoundedQueue(FairQueue[T]):
+    """A `FairQueue` to something that is used by what was taken from it, until that ends.
+
+    One flow alone is not held back. While several wait or use some, nothing more is to be taken
+    once `bound` is used. A flow that is next and uses nothing does not wait for that: the others
+    may have got much more when they were alone. `use` is the caller's to tell.
+    """
+
+    def __init__(
+        self,
+        bound: int,
+        flow_of: Callable[[T], int],
+        cost_of: Callable[[T], float],
+        weight_of: Callable[[int], float] = lambda _flow: 1.0,
+    ) -> None:
+        super().__init__(flow_of, cost_of, weight_of)
+        self._bound = bound
+        self._used: dict[int, int] = {}
+        """By flow, of those that use some."""
+        self.used = 0
+        """By all."""
+
+    def free_flow(self) -> int | None:
+        """The flow whose turn it is, if something of it may be taken now."""
+        flow = self.next_flow()
+        if flow is None or self.used < self._bound:
+            return flow
+        alone = not self.is_contended and self._used.keys() <= {flow}
+        return flow if alone or flow not in self._used else None
+
+    def use(self, flow: int, amount: int) -> None:
+        """A flow uses so much more, or less."""
+        left = self._used.pop(flow, 0) + amount
+        if left:
+            self._used[flow] = left
+        self.used += amount
+
+    def check(self, used: int) -> None:
+        """AssertionError if this contradicts itself, or other than so much is used."""
+        assert self.used == sum(self._used.values()) == used
+        assert all(amount > 0 for amount in self._used.values())

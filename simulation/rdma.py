@@ -77,6 +77,7 @@ class RdmaSide:
             core.metrics,
             core.serving.view,
             [LinkCard(self.card.max_transfer_bytes)],
+            core.weight_of,
         )
         self._served = Watched(core.serving, acknowledged)
         self._pool: Pool | None = None

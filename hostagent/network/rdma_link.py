@@ -61,6 +61,7 @@ class RdmaCalls:
             core.metrics,
             core.serving.view,
             cards.links,
+            core.weight_of,
         )
         self._pool: Pool | None = None
         self._drivers: dict[RdmaConnection, tuple[ConnectingDriver, PairHolder]] = {}

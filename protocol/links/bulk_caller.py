@@ -5,16 +5,14 @@ Owns: connections, their reuse, deadlines and number, and the order of a convers
 
 At most `connections_per_peer` connections to a node, each with one request at a time; calls beyond
 wait their turn, at most `queue_per_peer` of them and none past its deadline (by more than
-`OVERDUE_S`), and one more fails at once as unreachable. But a
-namespace that has none of these connections is given one beyond them, `assured_per_peer` in all:
-else it would wait for the end of whatever others have begun, which may be slow. Gets,
-and puts, that wait together and are alike go together, in one request. The bytes of a put that is
-not long follow it at once; after a node did not want some, it is asked first, until it wants all.
-When they leave is `departures`' to say, where several namespaces' do. A connection
-is kept for the next call for half of `idle_s`, before the callee closes it. Where
-several namespaces' calls wait for a node, their weights say whose turn it is, in turns of up to
-`TURN_BYTES`. A reused connection that turns out to be dead before any answer is replaced once it is
-known: by another that was kept, in the end by a fresh one.
+`OVERDUE_S`), and one more fails at once as unreachable. Whose calls are next, and which go together
+in one request, is `call_queue`'s to say. But a namespace that has none of these connections is
+given one beyond them, `assured_per_peer` in all: else it would wait for the end of whatever others
+have begun, which may be slow. The bytes of a put that is not long follow it at once; after a node
+did not want some, it is asked first, until it wants all. When they leave is `departures`' to say,
+where several namespaces' do. A connection is kept for the next call for half of `idle_s`, before
+the callee closes it. A reused connection that turns out to be dead before any answer is replaced
+once it is known: by another that was kept, in the end by a fresh one.
 
 Call `handle_timer` when `get_timer` says; connections have timers of their own. After each event
 take `instructions`: they say which connections to make, which have something to
@@ -29,9 +27,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Final, NamedTuple
 
-from kvcast.protocol.fair_queue import FairQueue
 from kvcast.protocol.links.bulk import (
-    EVICTED,
     UNREACHABLE,
     UNWANTED,
     BulkCall,
@@ -42,13 +38,13 @@ from kvcast.protocol.links.bulk import (
     GetCall,
     PutCall,
 )
+from kvcast.protocol.links.call_queue import CallQueue, namespace_of
 from kvcast.protocol.links.departures import Departures, Turn, earliest
 from kvcast.protocol.links.stream import LinkError, LinkStream
 from kvcast.protocol.messages import bulk
 from kvcast.protocol.messages.bulk import (
     BULK_PROTOCOL_VERSION,
     MAX_BULK_BLOCKS,
-    MAX_BULK_BYTES,
     MAX_BULK_MESSAGE_BYTES,
     MAX_FOLLOWING_BYTES,
     BlockHeader,
@@ -68,15 +64,8 @@ from kvcast.protocol.messages.bulk import (
 )
 from kvcast.protocol.messages.control import NodeInfo
 
-MERGED_WITHIN_S: Final = 1.0
-"""Calls go together only if their deadlines are no further apart, since they end together if the
-node does not answer."""
 OVERDUE_S: Final = 0.05
 """Who waits is looked through no more often than this, for calls that have waited too long."""
-TURN_BYTES: Final = 4 << 20
-"""Of one namespace's calls in one request, at most, while another's wait."""
-PRESUMED_BYTES: Final = 1 << 16
-"""What a call counts for until it is known what it brings."""
 MAX_SKIPPED_BYTES: Final = 1 << 20
 """So much of blocks that there is no room for, or that nobody wants any more, is read and thrown
 away, for the sake of those that follow; more ends the connection."""
@@ -114,7 +103,7 @@ class _Peer:
         """Connections without a call; the one used last is the last."""
         self.busy: dict[BulkConnection, None] = {}
         """Connections with calls, those being made included."""
-        self.queue: FairQueue[BulkCall] = FairQueue(_namespace_of, _bytes_of, weight_of)
+        self.queue: CallQueue[BulkCall] = CallQueue(weight_of)
         self.wants_puts = True
         """Whether it wanted all blocks of the last put."""
 
@@ -125,19 +114,6 @@ class _Peer:
         connection = (mine or self.idle)[-1]
         self.idle.remove(connection)
         return connection
-
-
-def _namespace_of(call: BulkCall) -> int:
-    match call:
-        case PutCall():
-            return call.copy.block.namespace
-        case GetCall():
-            return call.block.namespace
-    return call.namespace
-
-
-def _bytes_of(call: BulkCall) -> int:
-    return call.copy.size_bytes if isinstance(call, PutCall) else PRESUMED_BYTES
 
 
 class BulkCaller:
@@ -265,7 +241,7 @@ class BulkCaller:
     def _start(self, now: float, node: NodeInfo, peer: _Peer) -> None:
         """Start the calls whose turn has come."""
         while (namespace := self._next_flow(peer)) is not None:
-            calls = self._take_alike(now, peer.queue, namespace)
+            calls = peer.queue.take_alike(now, namespace, MAX_BULK_BLOCKS, self._complete)
             if not calls:
                 continue
             if peer.idle:
@@ -284,31 +260,7 @@ class BulkCaller:
             return peer.queue.next_flow()
         if not peer.queue or len(peer.busy) >= most + self.options.assured_per_peer:
             return None
-        return peer.queue.next_flow({_namespace_of(one.calls[0]) for one in peer.busy if one.calls})
-
-    def _take_alike(self, now: float, queue: FairQueue[BulkCall], namespace: int) -> list[BulkCall]:
-        """The first calls of a namespace, as many as one request can make; those that turn out not
-        to be worth making end."""
-        calls: list[BulkCall] = []
-        size_bytes = 0
-        most_bytes = TURN_BYTES if queue.is_contended else MAX_BULK_BYTES
-        while (call := queue.head(namespace)) is not None and len(calls) < MAX_BULK_BLOCKS:
-            if calls and not _alike(calls[0], call):
-                break
-            if isinstance(call, PutCall) or queue.is_contended:
-                size_bytes += _bytes_of(call)
-                if calls and size_bytes > most_bytes:
-                    break
-            queue.take(namespace)
-            if isinstance(call, PutCall) and not call.begin():
-                self._complete(call, EVICTED)
-            elif isinstance(call, GetCall) and not call.wanted():
-                self._complete(call, UNWANTED)
-            elif call.deadline <= now:
-                self._complete(call, UNREACHABLE)
-            else:
-                calls.append(call)
-        return calls
+        return peer.queue.next_flow({namespace_of(one.calls[0]) for one in peer.busy if one.calls})
 
     def _complete(self, call: BulkCall, outcome: str) -> None:
         if outcome == UNREACHABLE:
@@ -345,25 +297,6 @@ class BulkCaller:
     def _close_idle(self, now: float, peer: _Peer) -> None:
         for connection in list(peer.idle):
             connection.end(now)
-
-
-def _alike(first: BulkCall, other: BulkCall) -> bool:
-    """Whether one request can make both calls."""
-    if abs(first.deadline - other.deadline) > MERGED_WITHIN_S:
-        return False
-    if isinstance(first, GetCall):
-        return (
-            isinstance(other, GetCall)
-            and first.block.namespace == other.block.namespace
-            and first.may_read == other.may_read
-        )
-    return (
-        isinstance(first, PutCall)
-        and isinstance(other, PutCall)
-        and first.copy.block.namespace == other.copy.block.namespace
-        and (first.epoch, first.meaning, first.at_once, first.spare)
-        == (other.epoch, other.meaning, other.at_once, other.spare)
-    )
 
 
 def _is_wanted(call: BulkCall) -> bool:
@@ -412,7 +345,7 @@ class BulkConnection(LinkStream[CalleeMessage]):
     def begin(self, now: float, calls: Sequence[BulkCall]) -> None:
         """Make these calls, which are alike, as soon as the connection stands."""
         self.calls.extend(calls)
-        self.namespace = _namespace_of(calls[0])
+        self.namespace = namespace_of(calls[0])
         self._last_moment = min(call.deadline for call in calls)
         self._reused = self.is_connected
         self._answered = False
@@ -569,8 +502,7 @@ class BulkConnection(LinkStream[CalleeMessage]):
                 continue
             self.calls.append(call)
             self._promised.append(header.digest)
-            comes_bytes = header.size_bytes - call.start_bytes
-            self.peer.queue.charge(call.block.namespace, comes_bytes - PRESUMED_BYTES)
+            self.peer.queue.brings(call, header.size_bytes - call.start_bytes)
             room = call.begin(header.size_bytes, header.digest)
             if room is not None:
                 self._receive_block(room, call.start_bytes)

@@ -19,11 +19,20 @@ from typing import Final
 
 from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.protocol.links.backoff import Backoff
-from kvcast.protocol.links.bulk import UNREACHABLE, BulkCall, GetCall, PutCall
+from kvcast.protocol.links.bulk import (
+    EVICTED,
+    UNREACHABLE,
+    UNWANTED,
+    BulkCall,
+    GetCall,
+    PutCall,
+)
 from kvcast.protocol.links.rdma import RdmaCounters, RdmaOptions
 from kvcast.protocol.links.rdma_caller import RdmaCall
 from kvcast.protocol.messages.control import NodeInfo
 
+_NOT_MADE: Final = frozenset({UNREACHABLE, EVICTED, UNWANTED})
+"""Outcomes that say nothing good of RDMA."""
 MAX_NODES: Final = 4096
 """Nodes whose failures are known; of more, the first are forgotten."""
 
@@ -148,7 +157,7 @@ class Carriers:
             by_tcp.tcp_only = True
             self._by_tcp.append(by_tcp)
             return
-        if outcome != UNREACHABLE:
+        if outcome not in _NOT_MADE:
             self._worked(node_id)
         call.ended(now, outcome)
 

@@ -6,12 +6,19 @@ becomes of one that RDMA cannot make (`carriers`), or how a card is driven: it o
 (`links.rdma`).
 
 Calls that are alike go together, `MAX_RDMA_BLOCKS` in a request, `MAX_RDMA_REQUESTS` at once. While
-the card has much to move, a request waits until it has as many blocks as still move: windows are
-opened while those do, and one message does for several. Calls beyond wait their turn, at most
-`queue_per_peer` of them, and one more fails at once as unreachable. When a pair breaks, a get hears
-nothing for `silence_s`, or a call's deadline comes, the connection ends and all its calls as
-unreachable: first the pair is closed, since until then the card may still fill the memory that
-belongs to them. An idle pair is closed after half of `idle_s`, before the callee does so.
+the card has much to move, a request waits until it has as many blocks as its namespace's still
+move: windows are opened while those do, and one message does for several. Calls beyond wait their
+turn, at most `queue_per_peer` of them, and one more fails at once as unreachable. When a pair
+breaks, a get hears nothing for `silence_s`, or a call's deadline comes, the connection ends and all
+its calls as unreachable: first the pair is closed, since until then the card may still fill the
+memory that belongs to them. Only gets that have no windows yet end alone, at their deadlines. An
+idle pair is closed after half of `idle_s`, before the callee does so.
+
+Several namespaces share a connection by their weights (`fair_queue`): whose calls are asked for
+next (`call_queue`), and whose bytes the card is given next. The last `ASSURED` requests are for
+namespaces that have none open there: others may wait long for their windows. While several have
+bytes to move, the card is given no more than `AHEAD_BYTES` of them at once, in parts: what it was
+given has no weight any more.
 
 Of several cards (`cards`) each connection has one, and takes calls to its node out of one queue: so
 blocks are spread, and a call goes to the card that has fewest, or was idle for longest. A large
@@ -24,13 +31,14 @@ After each event take `instructions`, and do them in their order.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from kvcast.protocol.links.bulk import EVICTED, UNREACHABLE, GetCall, PutCall
+from kvcast.protocol.fair_queue import BoundedQueue
+from kvcast.protocol.links.bulk import UNREACHABLE, GetCall, PutCall
+from kvcast.protocol.links.call_queue import CallQueue, namespace_of
 from kvcast.protocol.links.cards import CardsToPeer, LinkCard
 from kvcast.protocol.links.rdma import (
     ClosePair,
@@ -45,7 +53,7 @@ from kvcast.protocol.links.rdma import (
 )
 from kvcast.protocol.links.stream import LinkError, LinkStream
 from kvcast.protocol.messages import bulk
-from kvcast.protocol.messages.bulk import MAX_BULK_BYTES, PutHeader, WantedBlock
+from kvcast.protocol.messages.bulk import PutHeader, WantedBlock
 from kvcast.protocol.messages.control import NodeInfo
 from kvcast.protocol.messages.rdma import (
     MAX_RDMA_BLOCKS,
@@ -72,6 +80,12 @@ _MUCH_BYTES: Final = 4 << 20
 """A fast card (100 Gb/s) moves so much in the time in which windows are opened."""
 _PIECE_BYTES: Final = 1 << 20
 """Of a block that several cards read, each has so much at least."""
+ASSURED: Final = 2
+"""Of the requests that may be open at once; the others are enough to keep a card busy."""
+AHEAD_BYTES: Final = 16 << 20
+"""What a card of 100 Gb/s moves in somewhat more than a millisecond, in which it is given more."""
+PART_BYTES: Final = 4 << 20
+"""Of one READ or WRITE, at most."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,14 +124,15 @@ Instruction = Connect | Flush | Complete | Failed
 class _Peer:
     """One node that calls go to."""
 
-    def __init__(self, cards: CardsToPeer) -> None:
+    def __init__(self, cards: CardsToPeer, weight_of: Callable[[int], float]) -> None:
         self.cards = cards
         self.connections: dict[LinkCard, RdmaConnection] = {}
-        self.queue: deque[RdmaCall] = deque()
+        self.queue: CallQueue[RdmaCall] = CallQueue(weight_of)
 
 
 class RdmaCaller:
-    """See the module's text. `view` gives the bytes of a put's copy; `cards`: this node's."""
+    """See the module's text. `view` gives the bytes of a put's copy, `weight_of` a namespace's
+    weight; `cards`: this node's."""
 
     def __init__(
         self,
@@ -126,7 +141,9 @@ class RdmaCaller:
         counters: RdmaCounters,
         view: Callable[[Any], memoryview],
         cards: Sequence[LinkCard],
+        weight_of: Callable[[int], float] = lambda _namespace: 1.0,
     ) -> None:
+        self.weight_of = weight_of
         self.node_id = node_id
         self.options = options
         self.counters = counters
@@ -178,12 +195,13 @@ class RdmaCaller:
                 continue
             peer = self._peers.get(_address(node))
             if peer is None:
-                peer = self._peers[_address(node)] = _Peer(CardsToPeer(self._cards, self.options))
+                cards = CardsToPeer(self._cards, self.options)
+                peer = self._peers[_address(node)] = _Peer(cards, self.weight_of)
             if len(peer.queue) >= self.options.queue_per_peer:
                 self._complete(call, UNREACHABLE)
             else:
                 self.counters.rdma_requests_sent_total += 1
-                peer.queue.append(call)
+                peer.queue.push(call)
                 asked[peer] = node
         for peer, node in asked.items():
             self.start(now, peer, node)
@@ -225,15 +243,13 @@ class RdmaCaller:
                 peer.connections[card] = connection
                 self._instructions.append(Connect(connection))
         started: dict[RdmaConnection, None] = {}
-        while peer.queue:
-            asking = [item for item in self._ready(peer, cards) if self._may_ask(item)]
-            if not asking:
-                break
-            connection = min(asking, key=lambda item: (item.card.blocks, item.card.turn))
-            most = min(-(-len(peer.queue) // len(asking)), MAX_RDMA_BLOCKS)
+        ready = self._ready(peer, cards)
+        while (turn := self._next(peer, ready)) is not None:
+            namespace, connection = turn
+            most = min(-(-peer.queue.count(namespace) // len(ready)), MAX_RDMA_BLOCKS)
             if peer.cards.on_trial(connection.card):
                 most = 1
-            if calls := self._take_alike(now, peer.queue, most):
+            if calls := peer.queue.take_alike(now, namespace, most, self._complete):
                 self._turn = connection.card.turn = self._turn + 1
                 connection.request(now, calls)
                 started[connection] = None
@@ -245,33 +261,21 @@ class RdmaCaller:
         ready = [item for item in peer.connections.values() if item.is_ready]
         return [item for item in ready if item.card in cards] or ready
 
-    def _may_ask(self, connection: RdmaConnection) -> bool:
+    def _next(self, peer: _Peer, ready: list[RdmaConnection]) -> tuple[int, RdmaConnection] | None:
+        """The namespace whose calls can be made now, and the connection that is to make them."""
+        passed: set[int] = set()
+        while (namespace := peer.queue.next_flow(passed)) is not None:
+            if asking := [item for item in ready if self._may_ask(item, namespace)]:
+                return namespace, min(asking, key=lambda item: (item.card.blocks, item.card.turn))
+            passed.add(namespace)
+        return None
+
+    def _may_ask(self, connection: RdmaConnection, namespace: int) -> bool:
         peer = connection.peer
         if peer.cards.on_trial(connection.card) and not connection.is_idle:
             return False
-        return connection.may_ask and len(peer.queue) >= connection.worth_waiting_for
-
-    def _take_alike(self, now: float, queue: deque[RdmaCall], most: int) -> list[RdmaCall]:
-        """The first calls of a queue, as many as one request can make, and no more than that; those
-        that turn out not to be worth making end."""
-        calls: list[RdmaCall] = []
-        size_bytes = 0
-        while queue and len(calls) < most:
-            call = queue[0]
-            if calls and not _alike(calls[0], call):
-                break
-            if isinstance(call, PutCall):
-                size_bytes += call.copy.size_bytes
-                if calls and size_bytes > MAX_BULK_BYTES:
-                    break
-            queue.popleft()
-            if isinstance(call, PutCall) and not call.begin():
-                self._complete(call, EVICTED)
-            elif call.deadline <= now:
-                self._complete(call, UNREACHABLE)
-            else:
-                calls.append(call)
-        return calls
+        worth_waiting_for = connection.worth_waiting_for(namespace)
+        return connection.may_ask(namespace) and peer.queue.count(namespace) >= worth_waiting_for
 
     def cut(
         self, now: float, connection: RdmaConnection, call: GetCall, room: memoryview, digest: int
@@ -287,7 +291,8 @@ class RdmaCaller:
         ends = [len(room) - left * (count - 1 - n) // count for n in range(count)]
         striped = _Striped(self, call, room, digest, count)
         first, *others = map(striped.piece, [call.start_bytes, *ends], ends)
-        peer.queue.extend(others)
+        for other in others:
+            peer.queue.push(other)
         return first
 
     def _complete(self, call: RdmaCall, outcome: str) -> None:
@@ -341,30 +346,19 @@ class RdmaCaller:
                 again.append(call)
             else:
                 self._complete(call, UNREACHABLE)
-        peer.queue.extendleft(reversed(again))
+        peer.queue.push_front(again)
         if goes_on:
             self.start(now, peer, node)
         else:
             self._fail_queue(peer)
 
     def _fail_queue(self, peer: _Peer) -> None:
-        while peer.queue:
-            self._complete(peer.queue.popleft(), UNREACHABLE)
+        for call in peer.queue.remove(lambda _call: True):
+            self._complete(call, UNREACHABLE)
 
 
 def _address(node: NodeInfo) -> tuple[str, str, int]:
     return node.node_id, node.bulk_host, node.rdma_port
-
-
-def _alike(first: RdmaCall, other: RdmaCall) -> bool:
-    """Whether one request can make both calls."""
-    if isinstance(first, GetCall):
-        return isinstance(other, GetCall) and first.block.namespace == other.block.namespace
-    return (
-        isinstance(other, PutCall)
-        and first.copy.block.namespace == other.copy.block.namespace
-        and (first.epoch, first.meaning) == (other.epoch, other.meaning)
-    )
 
 
 class _Striped:
@@ -390,8 +384,7 @@ class _Striped:
 
         return _Piece(
             *(call.node, call.block, self._digest, call.deadline, begin, self._ended, start),
-            call.wanted,
-            call.moved,
+            *(call.wanted, call.may_read, call.moved),
         )
 
     def _ended(self, now: float, outcome: str) -> None:
@@ -430,6 +423,15 @@ class _Moving:
         return len(self.memory) - self.start_bytes
 
 
+class _Part(NamedTuple):
+    """What one READ or WRITE moves: from where to where in a block."""
+
+    request: _Request
+    moving: _Moving
+    start: int
+    end: int
+
+
 @dataclass(slots=True, eq=False)
 class _Request:
     """Calls that one message asks for."""
@@ -442,10 +444,16 @@ class _Request:
     """Of them, those that have not ended."""
     answered: bool = False
     finished: bool = False
+    over: bool = False
+    """Its calls have ended before it was answered."""
 
     @property
     def is_get(self) -> bool:
         return isinstance(self.calls[0], GetCall)
+
+    @property
+    def namespace(self) -> int:
+        return namespace_of(self.calls[0])
 
 
 class RdmaConnection(LinkStream[RdmaCalleeMessage]):
@@ -469,12 +477,17 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
         """The other half of the pair is known."""
         self._orders: list[Order] = []
         self._token = 0
-        self._moving: dict[int, tuple[_Request, _Moving]] = {}
+        self._posted: dict[int, _Part] = {}
         """By the token of each READ or WRITE that the card has."""
-        self._waiting: deque[tuple[_Request, _Moving, int, int]] = deque()
-        """READs and WRITEs that wait for others to end: from where to where in the block."""
-        self._windows: dict[_Moving, Window] = {}
-        """Of blocks whose bytes move,"""
+        self._waiting: BoundedQueue[_Part] = BoundedQueue(
+            AHEAD_BYTES,
+            lambda part: part.request.namespace,
+            lambda part: part.end - part.start,
+            link.weight_of,
+        )
+        """READs and WRITEs that wait for others to end."""
+        self._windows: dict[_Moving, tuple[Window, int]] = {}
+        """Of blocks whose bytes move, with their namespaces,"""
         self._moving_bytes = 0
         """so many."""
         self._heard_at = now
@@ -491,18 +504,23 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
     def is_ready(self) -> bool:
         return self._ready and not self.closed
 
-    @property
-    def may_ask(self) -> bool:
-        """Whether one more request can begin."""
-        return self._ready and not self.closed and len(self._requests) < MAX_RDMA_REQUESTS
+    def may_ask(self, namespace: int) -> bool:
+        """Whether one more request of a namespace can begin."""
+        count = len(self._requests)
+        if not self.is_ready or count >= MAX_RDMA_REQUESTS:
+            return False
+        if count < MAX_RDMA_REQUESTS - ASSURED:
+            return True
+        return all(request.namespace != namespace for request in self._requests.values())
 
-    @property
-    def worth_waiting_for(self) -> int:
-        """How many blocks should be asked for together, if any: they come after those that move
-        already, and while much of that is left nothing is gained by asking now."""
+    def worth_waiting_for(self, namespace: int) -> int:
+        """How many blocks of a namespace should be asked for together, if any: they come after
+        those of it that move already, and while much is left to move nothing is gained by asking
+        now."""
         if self._moving_bytes < _MUCH_BYTES:
             return 1
-        return max(1, min(len(self._windows), MAX_RDMA_BLOCKS))
+        mine = sum(whose == namespace for _, whose in self._windows.values())
+        return max(1, min(mine, MAX_RDMA_BLOCKS))
 
     def connected(self, now: float) -> None:
         """The connection stands, and at its other end is whom it was made to."""
@@ -538,13 +556,14 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
     def completed(self, now: float, done: list[Completed]) -> None:
         """READs and WRITEs have ended."""
         for item in done:
-            entry = self._moving.pop(item.token, None)
-            if entry is None or self.closed:
+            part = self._posted.pop(item.token, None)
+            if part is None or self.closed:
                 continue
+            request, moving, start, end = part
+            self._waiting.use(request.namespace, start - end)
             if item.problem:
                 self.broken(now, item.problem)
                 return
-            request, moving = entry
             moving.left -= 1
             if not moving.left:
                 self._moved(request, moving)
@@ -648,6 +667,9 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
             if window.status == wanted and is_short:
                 raise LinkError(f"a block of {window.size_bytes} bytes, of which there are more")
         request.answered = True
+        if request.over:
+            self._return_windows(now, request, windows)
+            return
         opened = False
         for place, (call, window) in enumerate(zip(request.calls, windows, strict=True)):
             if window.status != wanted:
@@ -680,25 +702,42 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
     def _move(self, request: _Request, moving: _Moving, window: Window) -> None:
         request.moving.append(moving)
         request.left += 1
-        self._windows[moving] = window
+        self._windows[moving] = window, request.namespace
         self._moving_bytes += moving.size_bytes
-        step = self.card.max_transfer_bytes
+        if isinstance(moving.call, GetCall):
+            self.peer.queue.brings(moving.call, moving.size_bytes)
+        step = min(self.card.max_transfer_bytes, PART_BYTES)
         for start in range(moving.start_bytes, len(moving.memory), step):
             moving.left += 1
             end = min(start + step, len(moving.memory))
-            self._waiting.append((request, moving, start, end))
+            self._waiting.push(_Part(request, moving, start, end))
+
+    def _return_windows(self, now: float, request: _Request, windows: list[Window]) -> None:
+        """Nobody wants the blocks of a get any more: the card was told nothing of its windows."""
+        if any(window.status == bulk.DONE for window in windows):
+            self._finish(request)
+            self._set_deadline(now)
+            self._link.flush(self)
+        else:
+            self._free(now, request)
 
     def _post(self) -> None:
         """Give the card as much as it may have at once."""
-        while self._waiting and len(self._moving) < self._link.options.posted:
-            request, moving, start, end = self._waiting.popleft()
-            window = self._windows[moving]
+        waiting = self._waiting
+        while len(self._posted) < self._link.options.posted:
+            namespace = waiting.free_flow()
+            if namespace is None:
+                break
+            part = waiting.take(namespace)
+            _, moving, start, end = part
+            waiting.use(namespace, end - start)
+            window, _ = self._windows[moving]
             self._token += 1
-            self._moving[self._token] = (request, moving)
-            part = moving.memory[start:end]
+            self._posted[self._token] = part
+            memory = moving.memory[start:end]
             order = Read if isinstance(moving.call, GetCall) else Write
             address = window.address + start - moving.start_bytes
-            self._orders.append(order(self._token, part, address, window.key))
+            self._orders.append(order(self._token, memory, address, window.key))
 
     def _moved(self, request: _Request, moving: _Moving) -> None:
         """All bytes of a block are where they should be; those of a get are looked at."""
@@ -751,8 +790,21 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
     def _late(self, now: float) -> None:
         if not self._ready:
             self._fail(now, "no pair in time")
-        else:
-            self._fail(now, "silence" if self._requests else "idle")
+        elif not self._requests:
+            self._fail(now, "idle")
+        elif not self._end_late_gets(now):
+            self._fail(now, "silence")
+
+    def _end_late_gets(self, now: float) -> bool:
+        """End the gets without windows whose deadlines have come, which the callee does not know;
+        whether that is all that had to be done."""
+        for request in self._requests.values():
+            if request.deadline <= now and request.is_get and not request.answered:
+                request.over, request.deadline = True, inf
+                for call in request.calls:
+                    self._link.ended(call, UNREACHABLE)
+        self._set_deadline(now)
+        return self._deadline is not None and self._deadline > now
 
     def _fail(self, now: float, why: str) -> None:
         self._why = self._why or why
@@ -769,14 +821,18 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
         problem = self._why or "closed" if self._requests or not self._ready else ""
         calls = []
         for request in self._requests.values():
+            if request.over:
+                continue
             ended = {moving.call for moving in request.moving if not self._is_open(request, moving)}
             begun = {moving.call for moving in request.moving}
             for call in request.calls:
                 if call not in ended and (call in begun or not request.answered):
                     calls.append(call)
         self._requests.clear()
-        self._moving.clear()
-        self._waiting.clear()
+        for part in self._posted.values():
+            self._waiting.use(part.request.namespace, part.start - part.end)
+        self._posted.clear()
+        self._waiting.remove(lambda _part: True)
         self._windows.clear()
         self._moving_bytes = 0
         self._count(-self.blocks)
@@ -791,7 +847,8 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
         """AssertionError if this end contradicts itself."""
         super().check()
         assert len(self._requests) <= MAX_RDMA_REQUESTS
-        assert len(self._moving) <= self._link.options.posted
-        assert not self._waiting or self._moving
+        assert len(self._posted) <= self._link.options.posted
+        self._waiting.check(sum(part.end - part.start for part in self._posted.values()))
+        assert self._posted or not self._waiting
         assert self._moving_bytes == sum(moving.size_bytes for moving in self._windows)
         assert self.blocks == sum(len(request.calls) for request in self._requests.values())

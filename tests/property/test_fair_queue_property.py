@@ -13,7 +13,7 @@ from collections import deque
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kvcast.hostagent.core.limits import BURST_S, Limits, RateLimit
-from kvcast.protocol.fair_queue import MAX_FLOWS, MAX_IDLE_FLOWS, FairQueue, Shares
+from kvcast.protocol.fair_queue import MAX_FLOWS, MAX_IDLE_FLOWS, BoundedQueue, FairQueue, Shares
 
 FLOWS = 4
 MOST_COST = 9
@@ -72,6 +72,7 @@ def test_flows_that_wait_share_by_weight_and_each_in_its_order(
             if not waiting[turn]:
                 busy_since[turn] = None
         assert len(queue) == sum(map(len, waiting))
+        assert [queue.count(flow) for flow in range(FLOWS)] == list(map(len, waiting))
         assert sorted(queue) == sorted(itertools.chain(*waiting))
         assert queue.is_contended == (sum(map(bool, waiting)) > 1)
 
@@ -150,6 +151,40 @@ def test_what_cost_as_much_as_was_thought_changes_nothing() -> None:
         queue.take(0)
     queue.charge(1, 0)
     assert turns_of(queue, 10) == [1] * 10
+
+
+@given(
+    bound=st.integers(1, 20),
+    steps=st.lists(st.one_of(ARRIVAL, st.none(), st.floats(0, 1)), max_size=150),
+)
+@settings(max_examples=300, deadline=None)
+def test_flows_that_compete_use_no_more_than_the_bound_and_an_item_each(
+    bound: int, steps: list[tuple[int, int] | float | None]
+) -> None:
+    """Steps: an item comes; the next is taken; one of those that were taken ends."""
+    queue: BoundedQueue[Item] = BoundedQueue(bound, lambda item: item[0], lambda item: item[1])
+    taken: list[Item] = []
+    for step in steps:
+        if isinstance(step, tuple):
+            queue.push((*step, 0))
+        elif isinstance(step, float):
+            if taken:
+                flow, cost, _ = taken.pop(int(step * (len(taken) - 1)))
+                queue.use(flow, -cost)
+        else:
+            there = {item[0] for item in (*queue, *taken)}
+            flow_or_none = queue.free_flow()
+            if flow_or_none is None:
+                assert not len(queue) or (len(there) > 1 and queue.used >= bound)
+                continue
+            flow = flow_or_none
+            assert flow == queue.next_flow()
+            mine = [item for item in taken if item[0] == flow]
+            assert len(there) == 1 or not mine or queue.used < bound
+            item = queue.take(flow)
+            queue.use(flow, item[1])
+            taken.append(item)
+        queue.check(sum(cost for _, cost, _ in taken))
 
 
 def test_flows_that_are_gone_are_forgotten_at_the_bound() -> None:

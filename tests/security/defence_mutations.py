@@ -1335,6 +1335,7 @@ def _rates_looked_past() -> AbstractContextManager[object]:
         TURNS: [
             "test_flows_that_wait_share_by_weight_and_each_in_its_order",
             "test_a_tenant_that_asks_for_much_does_not_keep_another_waiting",
+            "test_a_tenant_that_asks_for_much_by_rdma_does_not_keep_another_waiting",
         ]
     },
 )

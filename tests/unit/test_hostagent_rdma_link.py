@@ -1,6 +1,6 @@
-"""The RDMA link's adapter at a home, over real sockets and without a card.
+"""The RDMA link's adapters, over real sockets and without a card.
 
-Oracle: what its connections share, said here. Cannot see: pairs and windows (`tests/rdma`).
+Oracle: what connections share, said here. Cannot see: pairs and windows (`tests/rdma`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.network.cards import Cards
-from kvcast.hostagent.network.rdma_link import RdmaServer
+from kvcast.hostagent.network.rdma_link import RdmaCalls, RdmaServer
 from kvcast.hostagent.tiers.arena import SLAB_BYTES, Allocator
 from kvcast.protocol.links.bulk import BulkOptions
 from kvcast.protocol.links.grants import Grant
@@ -19,18 +19,31 @@ from kvcast.protocol.links.rdma import RdmaOptions
 from kvcast.protocol.links.rdma_callee import RdmaCallee
 
 
-async def test_all_callers_of_a_home_share_one_bound_by_its_weights() -> None:
+def core_asked(asked: list[int]) -> AgentCore:
+    """An agent's cores; `asked` gets the namespaces whose weights somebody wants to know."""
     store = Store(Allocator(SLAB_BYTES, SLAB_BYTES))
     core = AgentCore(
         AgentOptions("node-1"), store, memoryview(bytearray(SLAB_BYTES)), random.Random(1)
     )
-    asked: list[int] = []
 
     def weight_of(namespace: int) -> float:
         asked.append(namespace)
         return 1.0
 
     core.weight_of = weight_of  # type: ignore[method-assign]
+    return core
+
+
+def test_what_a_caller_asks_of_a_home_is_shared_by_the_agents_weights() -> None:
+    asked: list[int] = []
+    calls = RdmaCalls(core_asked(asked), RdmaOptions(), Cards([]), lambda: None)
+    assert calls._link.weight_of(5) == 1.0
+    assert asked == [5]
+
+
+async def test_all_callers_of_a_home_share_one_bound_by_its_weights() -> None:
+    asked: list[int] = []
+    core = core_asked(asked)
     server = RdmaServer(core, RdmaOptions(grant_bytes=100), BulkOptions(), Cards([]))
     port = await server.start("127.0.0.1")
     writers = []

@@ -10,11 +10,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from kvcast.hostagent.core.metrics import Metrics
-from kvcast.protocol.links import rdma_caller
-from kvcast.protocol.links.bulk import EVICTED, UNREACHABLE, BulkCall, ExistsCall, GetCall, PutCall
+from kvcast.protocol.links import call_queue, rdma_caller
+from kvcast.protocol.links.bulk import (
+    EVICTED,
+    UNREACHABLE,
+    UNWANTED,
+    BulkCall,
+    ExistsCall,
+    GetCall,
+    PutCall,
+)
 from kvcast.protocol.links.cards import LinkCard
 from kvcast.protocol.links.carriers import Carriers
 from kvcast.protocol.links.grants import Grant, Grants
@@ -157,7 +166,12 @@ class Bench:
     """A caller and the callee that it finds. `distances`: of the caller's cards from its memory;
     each card meets one of its own at the home."""
 
-    def __init__(self, options: RdmaOptions = OPTIONS, *distances: int) -> None:
+    def __init__(
+        self,
+        options: RdmaOptions = OPTIONS,
+        *distances: int,
+        weights: dict[int, float] | None = None,
+    ) -> None:
         self.world = World(1)
         fabric = Fabric(self.world)
         fabric.rate_bytes_per_s = 1e9
@@ -180,7 +194,8 @@ class Bench:
         self.memory = Service(ours)
         self.metrics, self.home_metrics = Metrics(), Metrics()
         self.caller = RdmaCaller(
-            "node-1", options, self.metrics, lambda copy: copy.view, self.link_cards
+            *("node-1", options, self.metrics, lambda copy: copy.view, self.link_cards),
+            lambda namespace: (weights or {}).get(namespace, 1.0),
         )
         self.caller.use_nodes(0.0, {2: NODE})
         self.outcomes: dict[int, str] = {}
@@ -850,6 +865,159 @@ def test_a_call_that_waits_too_long_ends_as_unreachable_and_its_pair_lives_on(
     assert len(bench.links) == 1
 
 
+# --- several namespaces at a caller ---------------------------------------------------------------
+
+
+def ask_for(
+    bench: Bench, namespace: int, numbers: Sequence[int], size: int = SIZE, **wishes: Any
+) -> None:
+    """Gets of blocks, which the home has, all at once, of a namespace."""
+    calls = []
+    for number in numbers:
+        bench.service.hold(number, data_of(number, size))
+        room = bench.memory.room(size)
+        begin = lambda _size, _digest, room=room: room  # noqa: E731
+        block = BlockId(namespace, key(number))
+        call = GetCall(2, block, 0, bench.now + 9.0, begin, bench.ended(number), **wishes)
+        calls.append(call)
+    bench.caller.ask(bench.now, *calls)
+    bench.move()
+
+
+def few_posted(weights: dict[int, float] | None = None) -> Bench:
+    """A caller whose card has eight READs at once, with a pair that stands; the queue is long."""
+    bench = Bench(replace(OPTIONS, posted=8), weights=weights)
+    bench.home_card.fabric.rate_bytes_per_s = 1e8
+    ask_for(bench, MODEL, [999])
+    bench.run(0.1)
+    assert bench.outcomes.pop(999) == bulk.DONE
+    return bench
+
+
+def test_a_tenant_that_asks_for_much_by_rdma_does_not_keep_another_waiting() -> None:
+    """Neither for its calls that wait, nor for those whose windows are open."""
+    bench = few_posted()
+    ask_for(bench, MODEL, range(120))
+    while not bench.outcomes:
+        bench.run(0.0001)
+    before = len(bench.outcomes)
+    ask_for(bench, OTHER, [500])
+    bench.run(0.5)
+    assert set(bench.outcomes.values()) == {bulk.DONE}
+    assert len(bench.outcomes) == 121
+    assert list(bench.outcomes).index(500) < before + 20, "it waited behind what was not posted"
+
+
+def test_what_tenants_get_by_rdma_from_one_home_is_by_weight() -> None:
+    bench = few_posted({MODEL: 1.0, OTHER: 3.0})
+    ask_for(bench, MODEL, range(80))
+    ask_for(bench, OTHER, range(100, 180))
+    bench.run(1.0)
+    assert set(bench.outcomes.values()) == {bulk.DONE}
+    order = [MODEL if number < 100 else OTHER for number in bench.outcomes]
+    assert len(order) == 160
+    beside = order[8 : 8 + 80]  # what was posted before both were there is the first one's
+    assert 2.3 <= beside.count(OTHER) / beside.count(MODEL) <= 3.7
+
+
+def test_a_get_by_rdma_costs_its_namespace_what_it_brings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nobody knows that when it is asked for: blocks of one are twenty times as large."""
+    monkeypatch.setattr(call_queue, "PRESUMED_BYTES", 1000)
+    monkeypatch.setattr(rdma_caller, "MAX_RDMA_BLOCKS", 1)
+    bench = few_posted()
+    ask_for(bench, MODEL, range(60))
+    ask_for(bench, OTHER, range(100, 160), size=1000)
+    bench.run(1.0)
+    assert set(bench.outcomes.values()) == {bulk.DONE}
+    order = list(bench.outcomes)
+    large = [number for number in order[: order.index(159)] if number < 100]
+    assert len(large) < 20, "it was given as many blocks, and not as many bytes"
+
+
+def test_requests_that_wait_for_their_namespaces_turn_leave_some_to_others() -> None:
+    bench = few_posted()
+    elsewhere = Grant(OTHER, lambda _now: 2 * bench.options.grant_bytes, lambda: None)
+    bench.grants.ask(0.0, elsewhere)
+    bench.grants.ask(0.0, Grant(MODEL, lambda _now: 1, lambda: None))
+    for number in range(MAX_RDMA_REQUESTS + 2):  # each is a request of its own, and held
+        ask_for(bench, MODEL, [number])
+    assert bench.home_metrics.rdma_requests_held_total == MAX_RDMA_REQUESTS - rdma_caller.ASSURED
+    quiet = [100, 101]
+    for namespace, number in zip((3, 4), quiet, strict=True):
+        ask_for(bench, namespace, [number])
+    bench.run(0.01)
+    assert bench.outcomes == dict.fromkeys(quiet, bulk.DONE)
+    bench.run(OPTIONS.grant_wait_s + 0.1)
+    assert [bench.outcomes[number] for number in range(6)] == [UNREACHABLE] * 6
+
+
+def test_while_tenants_compete_the_card_has_so_many_bytes_ahead_and_a_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rdma_caller, "AHEAD_BYTES", 2 * SIZE)
+    monkeypatch.setattr(rdma_caller, "PART_BYTES", SIZE // 4)
+    bench = Bench()
+    ask_for(bench, MODEL, range(100))
+    ask_for(bench, OTHER, range(100, 200))
+    most = 0
+    while len(bench.outcomes) < 200:
+        bench.world.run(bench.now + 0.00001)
+        ((connection, _, _, _),) = bench.links
+        ahead = [part.end - part.start for part in connection._posted.values()]
+        assert max(ahead, default=0) <= SIZE // 4
+        others_come = any(number >= 100 for number in bench.outcomes)
+        if others_come and {1, 2} <= {part.request.namespace for part in connection._waiting}:
+            most = max(most, sum(ahead))
+        bench.settle()
+        assert bench.now < 9.0
+    assert SIZE < most < 2 * SIZE + SIZE // 4
+    assert set(bench.outcomes.values()) == {bulk.DONE}
+
+
+@pytest.mark.parametrize("then", ["windows", "nothing"])
+def test_a_get_that_has_less_time_than_its_windows_take_ends_alone(bench: Bench, then: str) -> None:
+    elsewhere = Grant(OTHER, lambda _now: 2 * bench.options.grant_bytes, lambda: None)
+    bench.grants.ask(0.0, elsewhere)
+    bench.grants.ask(0.0, Grant(1, lambda _now: 1, lambda: None))
+    bench.service.hold(1, data_of(1))
+    bench.get(1, deadline=0.1)
+    bench.run(0.15)
+    assert bench.outcomes == {1: UNREACHABLE}
+    if then == "windows":
+        bench.grants.end(bench.now, elsewhere)
+    bench.run(0.3)
+    assert bench.failures == []
+    assert bench.service.out == [], "its window is open"
+    assert bench.metrics.rdma_bytes_read_total == 0
+    if then == "nothing":
+        bench.grants.end(bench.now, elsewhere)
+    bench.service.hold(2, data_of(2))
+    bench.get(2)
+    bench.run(0.1)
+    assert bench.outcomes[2] == bulk.DONE
+    assert len(bench.links) == 1
+
+
+def test_a_get_that_nobody_wants_any_more_is_not_made(bench: Bench) -> None:
+    wanted = True
+    ask_for(bench, MODEL, [999])
+    bench.run(0.1)
+    ask_for(bench, MODEL, range(MAX_RDMA_REQUESTS * MAX_RDMA_BLOCKS))
+    ask_for(bench, MODEL, [500], wanted=lambda: wanted)
+    wanted = False
+    bench.run(0.5)
+    assert bench.outcomes[500] == UNWANTED
+    assert bench.metrics.rdma_blocks_read_total == MAX_RDMA_REQUESTS * MAX_RDMA_BLOCKS + 1
+
+
+def test_a_piece_of_a_call_that_went_on_by_another_card_does_not_go_on_again(bench: Bench) -> None:
+    block = BlockId(1, key(1))
+    call = GetCall(2, block, 0, 9.0, lambda *_: None, bench.ended(1), moved=True)
+    piece = rdma_caller._Striped(bench.caller, call, memoryview(bytes(10)), 0, 2).piece(0, 5)
+    assert piece.moved
+    assert not piece.may_read
+
+
 # --- liars ----------------------------------------------------------------------------------------
 
 
@@ -1357,6 +1525,18 @@ def test_a_node_with_which_rdma_failed_is_asked_by_tcp_for_longer_each_time_and_
     choice.carriers.failed(now, "node-2", "once more")
     assert not choice.goes_by_rdma(now + 0.9, choice.get())
     assert choice.goes_by_rdma(now + 1.0, choice.get())
+
+
+@pytest.mark.parametrize("outcome", [EVICTED, UNWANTED])
+def test_a_call_that_was_not_made_does_not_say_that_rdma_works(outcome: str) -> None:
+    choice = Choice()
+    ((call,), _) = choice.carriers.choose(0.0, [choice.get()])
+    choice.carriers.failed(0.1, "node-2", "silence")
+    choice.carriers.take_news()
+    call.ended(0.2, outcome)
+    assert choice.outcomes == [outcome]
+    assert choice.carriers.take_news() == []
+    assert not choice.goes_by_rdma(0.3, choice.get())
 
 
 def test_a_call_whose_time_is_over_is_not_made_again() -> None:
