@@ -39,11 +39,11 @@ IMPATIENT_TURNS: Final = 16
 end, or what lies between, is slower than this one."""
 LOW_WATER_BYTES: Final = 128 * 1024
 """Of a block that is coming, so much is waited for before it is read, or what is left of it."""
-LEAST_WINDOW_BYTES: Final = 16 * 1024
+LEAST_WINDOW_BYTES: Final = 4 * 1024
 """What the other end may always send before it is read, so that a connection is never still for
 longer than its way takes;"""
-LEAST_SEGMENTS: Final = 8
-"""and so many segments of the network."""
+LEAST_SEGMENTS: Final = 4
+"""and so many segments of the network. More would stand on the link before those who go first."""
 WIDE_WINDOW_BYTES: Final = 4 << 20
 """What is asked of the kernel first when it need not be narrow any more."""
 MOST_WINDOW_BYTES: Final = 1 << 30
@@ -267,14 +267,14 @@ class LinkDriver(asyncio.BufferedProtocol):
         self.flush()
 
     def _set_window(self, sock: socket.socket, size_bytes: int) -> None:
-        size_bytes = min(max(size_bytes, LEAST_WINDOW_BYTES), MOST_WINDOW_BYTES)
+        size_bytes = min(size_bytes, MOST_WINDOW_BYTES)
         if size_bytes != self._window_bytes:
             self._window_bytes = size_bytes
             if size_bytes < MOST_WINDOW_BYTES:
-                # A window of few segments would be closed most of the time.
                 segment_bytes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
-                size_bytes = max(size_bytes, LEAST_SEGMENTS * segment_bytes)
+                size_bytes = window_in_turns(size_bytes, segment_bytes)
                 # The kernel enlarges buffers by itself, and with them windows, unless it is told.
+                # It makes them twice as large, and some kernels make the windows so, too.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size_bytes)
             else:
                 # It would take the kernel some turns of bytes to enlarge it again.
@@ -434,6 +434,12 @@ class LinkDriver(asyncio.BufferedProtocol):
         if self.link is not None:
             self.link.handle_timer(self._loop.time())
         self.flush()
+
+
+def window_in_turns(size_bytes: int, segment_bytes: int) -> int:
+    """What the other end may send before it is read, where that had better be no more than so many
+    bytes."""
+    return max(size_bytes, LEAST_WINDOW_BYTES, LEAST_SEGMENTS * segment_bytes)
 
 
 def give_up_after(transport: asyncio.Transport, seconds: float) -> None:

@@ -36,10 +36,13 @@ PACE: Final = 0.9
 """Of the link's rate: headers take some of it, and nothing is to wait in the network."""
 LEFT: Final = 0.25
 """Of the pace, that READs leave to others."""
-LEAST_TURN_BYTES: Final = 8 << 10
-TURN_S: Final = 0.002
-"""A connection's turn is what the link carries in so long, or `LEAST_TURN_BYTES`; two turns may go
-out at once after a pause. Timers are not much more exact."""
+LEAST_TURN_BYTES: Final = 4 << 10
+TURN_S: Final = 0.001
+"""A connection's turn is what the link carries in so long, or `LEAST_TURN_BYTES`. What goes out in
+a turn stands before whatever a namespace sends that has saved its share."""
+TURNS_AT_ONCE: Final = 3
+"""After a pause so many turns may go out: timers come late, and what a link does not carry
+meanwhile is lost."""
 LEAST_WAIT_S: Final = 0.001
 MOST_WAIT_S: Final = 0.05
 """Who waits asks again no sooner, and no later."""
@@ -50,7 +53,7 @@ LATELY_S: Final = 5.0
 """A namespace of which nothing was sent, and nothing asked for, for so long is not there."""
 ABSENT_S: Final = 0.1
 """Who has not asked again for so long is not waited for."""
-TIGHT_TURNS: Final = 4
+TIGHT_TURNS: Final = 8
 """Turns that have gone out before the link can have carried them, from which on it is `tight`."""
 PATIENCE: Final = 1.5
 """What was taken ahead is waited for so many times as long as the link needs for it."""
@@ -328,7 +331,7 @@ class Departures:
         """What the link has carried since it was counted last may go out anew."""
         if now > self._counted_at:
             carried = self._rate * min(now - self._counted_at, 1.0)
-            self._ready_bytes = min(self._ready_bytes + carried, 2.0 * self.turn_bytes)
+            self._ready_bytes = min(self._ready_bytes + carried, TURNS_AT_ONCE * self.turn_bytes)
             self._counted_at = now
 
     def _adapt(self, now: float) -> None:

@@ -239,7 +239,7 @@ def test_of_one_namespace_what_began_first_comes_first_for_a_spell() -> None:
                 left[number] -= part
                 turns[number].moved(now, 1, part)
                 came.append(number)
-        now += 0.0005
+        now += departures.TURN_S / 4
     in_order = [number for number, _ in groupby(came)]
     assert in_order == [0, 1, 2, 0, 1, 2]
 
