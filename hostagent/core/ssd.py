@@ -27,9 +27,12 @@ of which ends with a flush:
 So whenever a disk stops, the table names whole blocks only, if the disk keeps to flushes; if it
 does not, the blocks' digests tell. A round does all three at once, for others each: while it
 writes the bytes of some, the table of those before is written, and those that come next are
-chosen, so that the disk has always something to do. What DRAM needs sooner than the disk can take
-it is evicted as without a disk, and counted (`ssd_left_unwritten_total`): nobody waits for a disk
-but who reads from it.
+chosen. Their bytes are given to the disk *ahead* of their round, wherever nothing has to go from
+the table first, so that it has always something to do, while a flush is waited for, too. They are
+of the next round nevertheless: this one's flush says nothing of them, but if it fails, they count
+as lost with the others, since the next would say nothing of what this one has lost. What DRAM needs
+sooner than the disk can take it is evicted as without a disk, and counted
+(`ssd_left_unwritten_total`): nobody waits for a disk but who reads from it.
 
 **Up.** A block that is read is brought to DRAM, in the room of a fetch, and its digest looked at.
 It goes again before all others if it was not read before, and is not used again (it is *passing*):
@@ -110,7 +113,7 @@ class SsdRules:
     """Until no more is in use; where `high_share` is None, what leaves half as much again."""
     batch_bytes: int = 128 << 20
     """Written in a round, at most; but one block at least."""
-    batch_share: float = 1 / 8
+    batch_share: float = 1 / 16
     """Of the arena, the same; copies of three rounds are held at once."""
     batch_blocks: int = 512
     max_reads: int = 32
@@ -192,6 +195,18 @@ class _Move:
     taken_bytes: int
     """What room had been taken of DRAM in all when there was more in use than the high mark."""
     error: str = DONE
+
+
+@dataclass(slots=True, eq=False)
+class _Round:
+    """What is written between two flushes."""
+
+    moves: list[_Move] = field(default_factory=list)
+    """Copies whose bytes are."""
+    touched: set[int] = field(default_factory=set)
+    """Files that are to be flushed at its end."""
+    left: int = 0
+    """Its orders that are not done, or flushes at its end."""
 
 
 class _Phase(Enum):
@@ -276,8 +291,7 @@ class _Table:
         self.clears = True
 
     def pages(self, run: range) -> bytes:
-        entries = self.entries
-        return b"".join([entries.get(unit, NO_ENTRY) for unit in run])
+        return b"".join(map(self.entries.get, run, itertools.repeat(NO_ENTRY)))
 
     def publish(self, copy: Copy) -> None:
         pass
@@ -357,12 +371,12 @@ class SsdTier:
         self._draining = False
         self._retry_at: float | None = None
         self._phase = _Phase.IDLE
-        self._left = 0
-        """Orders of the present round, or flushes at its end, that are not done."""
+        self._round = _Round()
+        self._ahead = _Round()
+        """The next one, as far as its orders are given already."""
         self._half = False
         """Whether the other half of the round's orders is still to be given."""
         self._chosen: list[_Move] = []
-        self._writing: list[_Move] = []
         self._written: list[_Move] = []
         """Their bytes are on the disk."""
         self._entering: list[_Move] = []
@@ -373,8 +387,6 @@ class SsdTier:
         self._clearing: int | None = None
         """What has gone from the table up to this number goes from the disk in this round; None:
         the table is not written."""
-        self._touched: set[int] = set()
-        """Files that are to be flushed at the round's end."""
         self._failed: set[int] = set()
         """Files of which the table was not written in this round, or that were not flushed."""
         self._unscanned = sum(formatted.found for formatted in files)
@@ -491,6 +503,11 @@ class SsdTier:
         return self._due or any(True for _ in self._moves())
 
     @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing is being written, or is to be: neither blocks nor the table."""
+        return self._phase is _Phase.IDLE and not self._due
+
+    @property
     def capacity_bytes(self) -> int:
         """For blocks, of the files in service."""
         return sum(f.formatted.cut.slabs * self._slab_bytes for f in self._files if not f.failed)
@@ -557,9 +574,12 @@ class SsdTier:
                 self._write_table()
                 if self._phase is _Phase.IDLE:
                     self._write_blocks()
-        elif self._half and self._phase is _Phase.WRITING:
+        elif self._half:
             self._half = False
-            self._write_table()
+            if self._retry_at is None:
+                self._write_table()
+            elif not self._round.left:
+                self._orders_done()
 
     # --- down: what ---------------------------------------------------------------------------
 
@@ -582,7 +602,8 @@ class SsdTier:
 
     def _moves(self) -> Iterator[_Move]:
         return itertools.chain(
-            *(self._chosen, self._writing, self._written, self._entering, self._entered)
+            *(self._chosen, self._round.moves, self._ahead.moves),
+            *(self._written, self._entering, self._entered),
         )
 
     def _choose(self) -> None:
@@ -696,10 +717,7 @@ class SsdTier:
 
     def _file_of(self, offset: int) -> _File:
         slab = offset // self._slab_bytes
-        return max(
-            (file for file in self._files if file.first_slab <= slab),
-            key=lambda file: file.first_slab,
-        )
+        return next(file for file in reversed(self._files) if file.first_slab <= slab)
 
     def _order(self, kind: Kind, file: _File, offset: int, view: memoryview) -> Order:
         """An order of the present round, for the table or a flush."""
@@ -708,15 +726,23 @@ class SsdTier:
             self._note_end(file, kind, error)
             if error:
                 self._failed.add(file.number)
-            self._one_done(now)
+            self._one_done(self._round, now)
 
-        return Order(kind, file.number, ended, offset, view)
+        return Order(kind, file.number, ended, offset, view, hurried=True)
 
     def _write_blocks(self) -> bool:
         """The first half of a round: the bytes of what was chosen before; whether there are any.
         The other half comes when the disk is busy with this one."""
+        orders = self._bytes_of_chosen(self._round)
+        self._begin(orders)
+        self._half = bool(orders)
+        if orders:
+            self._wake()
+        return bool(orders)
+
+    def _bytes_of_chosen(self, of: _Round) -> list[Order]:
+        """Orders of a round for what was chosen, where by the disk's table nothing lies."""
         chosen, self._chosen = self._chosen, []
-        assert not self._writing
         orders = []
         for move in chosen:
             file = self._file_of(move.room.offset)
@@ -727,22 +753,19 @@ class SsdTier:
                 move.error = "the file was given up"
                 self._entered.append(move)
                 continue
-            self._writing.append(move)
-            self._touched.add(file.number)
+            of.moves.append(move)
+            of.touched.add(file.number)
             copy = move.copy
             view = self._memory[copy.offset : copy.offset + copy.size_bytes]
-            orders.append(self._write_of(move, file, view))
-        self._begin(orders)
-        self._half = bool(orders)
-        if orders:
-            self._wake()
-        return bool(orders)
+            orders.append(self._write_of(move, of, file, view))
+        of.left += len(orders)
+        return orders
 
     def _write_table(self) -> None:
         """The second half: the table, where it has changed, with the entries of what was written
         in the round before; and what is to be written in the next is chosen."""
         self._finish()
-        if not self._chosen:
+        if not self._chosen and not self._ahead.moves:
             self._choose()
         assert not self._entering
         self._entering, self._written = self._written, []
@@ -759,13 +782,14 @@ class SsdTier:
                 continue
             self._runs.append(run)
             if clears:
-                self._touched.add(file.number)
+                self._round.touched.add(file.number)
             local = run.start - file.first_slab * self._units_per_slab
             offset = PAGE_BYTES + local // ENTRIES_PER_PAGE * PAGE_BYTES
             orders.append(self._order(Kind.WRITE, file, offset, memoryview(table.pages(run))))
-        self._begin(orders)
-        if self._phase is _Phase.IDLE:
-            self._round_done(self._now)
+        self._round.left += len(orders)
+        self._begin([*orders, *self._bytes_of_chosen(self._ahead)])
+        if not self._round.left:
+            self._orders_done()
 
     def _end_of_file(self, unit: int) -> int:
         file = self._file_of_unit(unit)
@@ -774,12 +798,12 @@ class SsdTier:
     def _file_of_unit(self, unit: int) -> _File:
         return self._file_of(unit * self._unit_bytes)
 
-    def _write_of(self, move: _Move, file: _File, view: memoryview) -> Order:
+    def _write_of(self, move: _Move, of: _Round, file: _File, view: memoryview) -> Order:
         def ended(now: float, error: str, _digest: int) -> None:
             view.release()
-            move.error = error
+            move.error = move.error or error
             self._note_end(file, Kind.WRITE, error)
-            self._one_done(now)
+            self._one_done(of, now)
 
         return Order(Kind.WRITE, file.number, ended, self._offset_in(file, move.room), view)
 
@@ -791,7 +815,6 @@ class SsdTier:
         """Give orders of the present round, or of one that begins with them."""
         if orders:
             self._phase = _Phase.WRITING
-            self._left += len(orders)
             self._give(orders)
 
     def _give(self, orders: list[Order]) -> None:
@@ -807,20 +830,28 @@ class SsdTier:
             self._woken = True
             self.wake()
 
-    def _one_done(self, now: float) -> None:
-        self._left -= 1
+    def _one_done(self, of: _Round, now: float) -> None:
+        of.left -= 1
         self._now = max(self._now, now)
-        if self._left:
+        if of is not self._round or of.left:
             return
-        if self._phase is _Phase.WRITING and self._touched:
-            self._phase = _Phase.FLUSHING
-            files = [self._files[number] for number in sorted(self._touched)]
-            self._left = len(files)
-            self._give([self._order(Kind.FLUSH, file, 0, NOTHING) for file in files])
-            return
-        self._round_done(now)
+        if self._phase is _Phase.FLUSHING:
+            self._round_done()
+        elif not self._half:
+            self._orders_done()
 
-    def _round_done(self, now: float) -> None:
+    def _orders_done(self) -> None:
+        """All orders of this round were given, and are done."""
+        touched = self._round.touched
+        if not touched:
+            self._round_done()
+            return
+        self._phase = _Phase.FLUSHING
+        files = [self._files[number] for number in sorted(touched)]
+        self._round.left = len(files)
+        self._give([self._order(Kind.FLUSH, file, 0, NOTHING) for file in files])
+
+    def _round_done(self) -> None:
         failed, self._failed = self._failed, set()
         for run in self._runs:
             if self._file_of_unit(run.start).number in failed:
@@ -828,22 +859,25 @@ class SsdTier:
         for file in self._files:
             if self._clearing is not None and file.number not in failed:
                 file.cleared = self._clearing
-        for move in itertools.chain(self._writing, self._entering):
+        moves = self._round.moves
+        for move in itertools.chain(moves, self._entering, self._ahead.moves):
             if self._file_of(move.room.offset).number in failed:
                 move.error = move.error or "the file was not written, or not flushed"
         if failed:
-            self._retry_at = now + RETRY_S
+            self._retry_at = self._now + RETRY_S
         self._runs, self._clearing = [], None
-        self._touched.clear()
-        for move in self._writing:
+        for move in moves:
             (self._entered if move.error else self._written).append(move)
         self._entered += self._entering
-        self._writing, self._entering = [], []
-        self._half = False
-        self._phase = _Phase.IDLE
+        self._entering = []
+        self._round, self._ahead = self._ahead, _Round()
+        self._half = bool(self._round.moves)
+        self._phase = _Phase.WRITING if self._half else _Phase.IDLE
         if any(move.error for move in self._entered):
             self._finish()  # and not after the pause that follows
-        if self._due or self._table.dirty or self._draining or any(True for _ in self._moves()):
+        if self._half:
+            self._wake()
+        elif self._due or self._table.dirty or self._draining or any(True for _ in self._moves()):
             self._ask_for_step()
 
     def _enter(self, move: _Move) -> None:
@@ -1127,8 +1161,12 @@ class SsdTier:
         )
         assert self._table.entries.keys() <= units.keys() | moving
         assert all(map(self._table.filter.may_hold, [*self.shelf.blocks(), *self._found]))
-        assert (self._phase is _Phase.IDLE) == (not self._left)
+        assert len(self._ahead.moves) >= self._ahead.left
         if self._phase is _Phase.IDLE:
-            assert not self._writing
+            assert not self._round.left
+            assert not self._round.moves
+            assert not self._ahead.moves
             assert not self._entering
             assert not self._half
+        else:
+            assert self._round.left or self._half

@@ -210,7 +210,7 @@ def test_nothing_goes_down_below_the_high_mark_and_what_goes_then_is_what_was_no
     assert bench.tier.counters.demotions_room == 5
 
 
-def test_the_disk_has_bytes_to_write_while_the_table_of_those_before_is_written() -> None:
+def test_the_disk_has_bytes_to_write_while_the_table_is_written_and_a_flush_is_waited_for() -> None:
     bench = Bench(SsdRules(0.75, 0.25, batch_share=2 / 16))
     for number in range(16):
         bench.put(number)
@@ -221,9 +221,22 @@ def test_the_disk_has_bytes_to_write_while_the_table_of_those_before_is_written(
         rounds.append("".join(bench.what(order) for order in bench.waiting))
         for order in list(bench.waiting):
             bench.end(order)
-    assert " ".join(rounds) == "bb f bbt f bbt f bbt f bbt f bbt f t"
+    assert " ".join(rounds) == "bbbb f tbb f tbb f tbb f tbb f t f t"
     assert sum(bench.on_disk(number) for number in range(16)) == 12
     assert bench.store.used_bytes == ARENA // 4
+    for number in range(20, 32):
+        bench.put(number)
+    bench.take()
+    bench.take()
+    rounds = []
+    while len(rounds) < 3 and bench.waiting:
+        waiting = list(bench.waiting)
+        rounds.append("".join(bench.what(order) for order in waiting))
+        hurried = [order for order in waiting if order.hurried]
+        for order in hurried or waiting[:2]:  # those two that were given first
+            bench.end(order)
+    assert rounds == ["bbbb", "bbf", "bbtbb"]
+    bench.work()
 
 
 def test_what_is_assured_stays_in_dram_and_has_its_share_of_the_disk() -> None:
@@ -592,6 +605,35 @@ def test_writes_that_fail_are_tried_again_later_and_nothing_is_lost() -> None:
     bench.work()
     assert bench.store.used_bytes <= ARENA / 2
     assert all(bench.in_dram(n) or bench.on_disk(n) for n in range(13))
+
+
+def test_a_flush_that_fails_speaks_for_what_was_written_ahead_too_and_the_pause_is_kept() -> None:
+    """It may have lost these bytes, and the flush after it would say nothing of them."""
+    bench = Bench(SsdRules(0.75, 0.25, batch_share=2 / 16))
+    for number in range(16):
+        bench.put(number)
+    bench.take()
+    bench.take()
+    assert [bench.what(order) for order in bench.waiting] == ["b"] * 4
+    for order in list(bench.waiting[:3]):
+        bench.end(order)
+    last, flush = bench.waiting
+    assert bench.what(flush) == "f"
+    bench.end(flush, "an error")
+    assert bench.waiting == [last], "nothing else is begun now"
+    bench.work()
+    assert not len(bench.tier.shelf)
+    assert all(map(bench.in_dram, range(16)))
+    assert bench.tier.get_timer(bench.now) == bench.now + RETRY_S
+    bench.pass_time(RETRY_S)
+    bench.take()
+    written = 0
+    while bench.waiting:
+        written += bench.what(bench.waiting[0]) == "b"
+        bench.end(bench.waiting[0])
+    assert written == 12, "all of them, those four among them"
+    assert sum(bench.on_disk(number) for number in range(16)) == 12
+    assert bench.tier.is_at_rest
 
 
 @pytest.mark.parametrize("kind", [Kind.WRITE, Kind.FLUSH])

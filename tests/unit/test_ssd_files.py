@@ -8,6 +8,7 @@ import json
 import os
 import queue
 import random
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -196,6 +197,36 @@ def test_orders_read_what_orders_wrote_however_it_is_aligned(
     assert order is beyond
     assert error
     assert disk.close(10)
+    file.close()
+
+
+def test_reads_take_turns_with_writes_and_what_is_hurried_goes_first(tmp_path: Path) -> None:
+    file, _ = made(tmp_path / "ssd")
+    begun, may_go_on = threading.Event(), threading.Event()
+    done: list[str] = []
+
+    def ended(order: Order, error: str, _digest: int) -> None:
+        assert error == DONE
+        done.append("f" if order.kind is Kind.FLUSH else order.kind.value[0])
+        begun.set()
+        may_go_on.wait(10)
+
+    disk = Disk([file], ended, threads=1)
+    room = memoryview(bytearray(UNIT))
+    at = CUT.blocks_offset
+
+    def order(kind: Kind, *, hurried: bool = False) -> Order:
+        view = memoryview(b"") if kind is Kind.FLUSH else room
+        return Order(kind, 0, lambda *_: None, at, view, hurried)
+
+    disk.do([order(Kind.WRITE)])
+    assert begun.wait(10), "the one thread is held up now"
+    disk.do([order(Kind.WRITE) for _ in range(5)])
+    disk.do([order(Kind.READ) for _ in range(3)])
+    disk.do([order(Kind.FLUSH, hurried=True)])
+    may_go_on.set()
+    assert disk.close(10)
+    assert "".join(done) in ("wfwrwrwrww", "wwfwrwrwrw")  # whose turn it was
     file.close()
 
 

@@ -19,12 +19,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import itertools
 import logging
 import mmap
 import os
 import queue
 import stat
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -198,7 +200,11 @@ def address_of(view: memoryview) -> int:
 
 class Disk:
     """Does orders, in threads. `ended` is called, in any of them, with each order that is done, its
-    error and its digest."""
+    error and its digest.
+
+    Writes come in batches of hundreds, and nobody waits for one of them. So reads do not queue
+    behind them: while there are both, each thread does one of these and one of those. What is
+    hurried goes before all reads."""
 
     def __init__(
         self,
@@ -208,7 +214,10 @@ class Disk:
     ) -> None:
         self._files = files
         self._ended = ended
-        self._queue: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._writes: deque[Order] = deque()
+        self._others: deque[Order] = deque()
+        self._queue: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """An item for each order in either; False: a thread is to end."""
         # Daemons: a disk that never answers shall not keep the process from its end.
         self._threads = [
             threading.Thread(target=self._work, name=f"kvcast-ssd-{number}", daemon=True)
@@ -220,13 +229,19 @@ class Disk:
     def do(self, orders: Sequence[Order]) -> None:
         """Begin these orders; they wait where others are being done."""
         for order in orders:
-            self._queue.put(order)
+            if order.hurried:
+                self._others.appendleft(order)
+            elif order.kind is Kind.WRITE:
+                self._writes.append(order)
+            else:
+                self._others.append(order)
+            self._queue.put(True)
 
     def close(self, patience_s: float) -> bool:
         """End the threads; whether all have ended within so much time each, and no order is being
         done. What is still waiting is done first."""
         for _ in self._threads:
-            self._queue.put(None)
+            self._queue.put(False)
         for thread in self._threads:
             thread.join(patience_s)
             if thread.is_alive():
@@ -235,7 +250,9 @@ class Disk:
 
     def _work(self) -> None:
         own = _Own()
-        while (order := self._queue.get()) is not None:
+        turns = itertools.cycle(((self._others, self._writes), (self._writes, self._others)))
+        while self._queue.get():
+            order = _first_of(*next(turns))
             digest, error = 0, DONE
             try:
                 digest = own.do(order, self._files[order.file])
@@ -245,6 +262,18 @@ class Disk:
                 log.exception("an order to the disk failed")
                 error = str(failure) or type(failure).__name__
             self._ended(order, error, digest)
+
+
+def _first_of(*queues: deque[Order]) -> Order:
+    """The next of the first queue that has one. One of them has, but another thread may take what
+    was seen, and leave what comes in a queue that was seen empty."""
+    while True:
+        for each in queues:
+            if each:
+                try:
+                    return each.popleft()
+                except IndexError:
+                    continue
 
 
 class _Own:

@@ -34,10 +34,11 @@ class Kind(Enum):
 class Order:
     """One thing to do to file number `file`, from `offset` on, in bytes. `view` stays as it is
     until `ended(now, error, digest)`: `error` is DONE, or what went wrong; `digest` is of what was
-    read."""
+    read. `hurried`: much waits for it."""
 
     kind: Kind
     file: int
     ended: Callable[[float, str, int], None]
     offset: int = 0
     view: memoryview = NOTHING
+    hurried: bool = False
