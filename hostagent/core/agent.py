@@ -87,7 +87,7 @@ from kvcast.protocol.messages.wire import (
 )
 from kvcast.protocol.namespace_secrets import KeyDerivation
 from kvcast.protocol.placement import Arrived, Placement
-from kvcast.protocol.requester import Requester, RequesterConfig
+from kvcast.protocol.requester import ReadFrames, Requester, RequesterConfig
 from kvcast.protocol.requester.landing import Landing, LandingCounters
 from kvcast.protocol.responder import Answer, HeldBlock, Responder, ResponderConfig
 
@@ -484,10 +484,12 @@ class AgentCore:
         self.store.advance(now)
         self.reads.drain(now)
 
-    def answers_to_send(self, now: float, budget: int) -> list[tuple[int, Frame | Answer]]:
+    def answers_to_send(
+        self, now: float, budget: int
+    ) -> list[tuple[int, Frame | Answer | ReadFrames]]:
         """READs, and answers of up to `budget` frames; send or copy them before anything else
         happens, since they are views of the arena."""
-        answers: list[tuple[int, Frame | Answer]] = [*self.requester.frames_to_send()]
+        answers: list[tuple[int, Frame | Answer | ReadFrames]] = [*self.requester.reads_to_send()]
         answers += self.writing.take_frames()
         if budget > 0 and not self.writing.full:
             for reader, answer in self.responder.answers_to_send(now, budget):
@@ -501,10 +503,10 @@ class AgentCore:
         """The same, frame by frame."""
         frames: list[tuple[int, Frame]] = []
         for node, answer in self.answers_to_send(now, budget):
-            if isinstance(answer, Answer):
-                frames += [(node, frame) for frame in answer.frames()]
-            else:
+            if isinstance(answer, Frame):
                 frames.append((node, answer))
+            else:
+                frames += [(node, frame) for frame in answer.frames()]
         return frames
 
     def get_timer(self, now: float) -> float | None:

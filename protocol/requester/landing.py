@@ -273,15 +273,17 @@ class Landing:
         """Let chunks of a segment come; False where it must wait for another's end."""
         if not self.can_claim(place):
             return False
-        self._code.claim(self.address, place.slot, place.first)
-        self._owners[place.slot] = place, owner
+        slot = place.slot
+        self._code.claim(self.address, slot, place.first)
+        self._owners[slot] = place, owner
         self._names.add(place.name)
         return True
 
     def can_claim(self, place: Place) -> bool:
         """Whether `claim` would succeed."""
-        taken = place.slot in self._owners or place.name in self._names
-        return self.usable and not taken and not self.full
+        owners = self._owners
+        taken = place.slot in owners or place.name in self._names
+        return self.usable and not taken and len(owners) < self._most
 
     @property
     def full(self) -> bool:
@@ -290,11 +292,12 @@ class Landing:
 
     def release(self, place: Place) -> None:
         """A segment that has claimed its slot wants nothing more."""
-        mine, _ = self._owners.pop(place.slot)
+        slot = place.slot
+        mine, _ = self._owners.pop(slot)
         assert mine == place
         self._names.remove(place.name)
-        self._ending.discard(place.slot)
-        self._code.release(self.address, place.slot)
+        self._ending.discard(slot)
+        self._code.release(self.address, slot)
 
     def await_end(self, place: Place, wanted: int, last: int) -> None:
         """The end of its answer is known: chunks of `wanted` still come, and `last`, a bit, is the

@@ -1,0 +1,231 @@
+"""READs that are sent together, and segments that come together, beside the same one by one.
+
+Oracle: the way that each of them goes alone. What is the same for all is worked out once where they
+go together, and both ways must leave the same behind. Cannot see: whether that is right
+(test_protocol_requester.py).
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+from unittest import mock
+
+import pytest
+from kvcast.protocol.fair_queue import Shares
+from kvcast.protocol.messages import roce, wire
+from kvcast.protocol.messages.wire import CELLS, BlockId, Chunking, Frame, digest_of
+from kvcast.protocol.placement import Arrived
+from kvcast.protocol.requester import Requester, RequesterConfig
+from kvcast.protocol.requester.landing import Landing
+from kvcast.protocol.requester.segment import Segment
+
+HOME, HOME_IP = 1, 0x0A000001
+BLOCK = BlockId(3, bytes(range(16)))
+SEGMENTS = 9
+BYTES = random.Random(5).randbytes(SEGMENTS * wire.SEGMENT_BYTES - 700)
+
+
+class Room:
+    def __init__(self, size: int) -> None:
+        self.view = memoryview(bytearray(size))
+
+    def abort(self) -> None:
+        pass
+
+
+class Bench:
+    """A requester, and what it did."""
+
+    def __init__(self, seed: int, **config: Any) -> None:
+        self.core = Requester(
+            RequesterConfig(window_initial=SEGMENTS, **config),
+            allocate=lambda _block, size: Room(size),
+            rng=random.Random(seed),
+        )
+        self.core.placement.know({HOME_IP: HOME})
+
+    def fetch(self, now: float, chunking: Chunking, size: int, **more: Any) -> None:
+        more = {"deadline": 99.0, "expect_size": size, "chunking": chunking} | more
+        self.core.fetch(now, BLOCK, (HOME,), **more)
+
+    def left(self) -> dict[str, Any]:
+        """All that one could tell the two ways by, but for chance."""
+        self.core.check()
+        asker, home = self.core._asker, self.core._asker.home(HOME)
+        fetches = list(self.core._fetches.values())
+        return {
+            "counters": self.core.counters,
+            "reads": self.core.frames_to_send(),
+            "in flight": (asker.in_window, asker.beside, asker.flows, home.in_window),
+            "awaited": [segment.index for segment in home.awaited],
+            "window": home.window.size,
+            "rtt": (home.rtt.srtt_s, home.rtt.rto_s),
+            "sharing": (round(asker._shared_part, 9), asker._answered_at, asker._shared_until),
+            "turns": (asker.fair._now, asker.fair._starts),
+            "segments": [(s.state, s.in_window, s.tag) for f in fetches for s in f.segments],
+            "missing": [f.assembly.missing for f in fetches if f.assembly is not None],
+            "reports": [f.report for f in fetches],
+            "events": len(self.core._life.events),
+        }
+
+
+def times_of(segment: Segment) -> tuple[float, ...]:
+    times = segment.sent_at, segment.gather_s, segment.repeat_at, segment.base_at
+    return (*times, segment.wait_s, segment.patience_s, segment.queued_at)
+
+
+# --- READs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_write", [False, True])
+@pytest.mark.parametrize("gather_ms", [0, 40])
+@pytest.mark.parametrize("config", [{}, {"read_padding": True}, {"credit_segments": 4}])
+def test_first_reads_that_are_sent_together_are_as_those_sent_one_by_one(
+    by_write: bool, gather_ms: int, config: dict[str, Any]
+) -> None:
+    chunking = roce.SHARED_CHUNKING if by_write else CELLS
+    size = chunking.start_of(SEGMENTS - 1) + 1
+    left, times = [], []
+    for together in (True, False):
+        bench = Bench(7, **config)
+        if by_write:
+            bench.core.use_landing(Landing(memoryview(bytearray(roce.ZONE_BYTES))))
+            bench.core.use_writers(frozenset({HOME}))
+        with mock.patch.object(Segment, "is_new", Segment.is_new if together else False):
+            bench.fetch(0.5, chunking, size, gather_ms=gather_ms)
+        (fetch,) = bench.core._fetches.values()
+        flying = [segment for segment in fetch.segments if segment.in_flight]
+        assert len(flying) == min(SEGMENTS, bench.core.config.credit_segments)
+        times.append([times_of(segment) for segment in flying])
+        if together:
+            (one,) = bench.core._asker._outbox
+            assert one[1].how_many == len(flying)
+        left.append(bench.left())
+    assert times[0] == times[1]
+    assert left[0] == left[1]
+    for _, frame in left[0]["reads"]:
+        wire.decode(wire.encode(frame))
+
+
+def test_of_reads_that_are_sent_together_those_without_room_are_dropped() -> None:
+    bench = Bench(1, credit_segments=64, window_max=64)
+    bench.core._asker._outbox_max = SEGMENTS - 2
+    bench.fetch(0.0, CELLS, len(BYTES))
+    assert [frame.segment for _, frame in bench.core.frames_to_send()] == [*range(SEGMENTS - 2)]
+    assert bench.core.counters.outbox_dropped == 2
+    bench.core.check()
+
+
+def test_what_was_in_flight_before_is_not_asked_for_with_what_is_new() -> None:
+    """Its READ is another: it may be of missing chunks, or a repeat."""
+    bench = Bench(1)
+    homes = HOME, HOME + 1
+    more = {"deadline": 99.0, "expect_size": len(BYTES)}
+    bench.core.fetch(0.0, BLOCK, homes, **more)
+    bench.core.frames_to_send()
+    for index, chunk in ((0, 3), (2, 5)):
+        bench.core.receive(0.01, HOME, data(index, chunk))
+    bench.core.forget(0.02, {HOME})
+    reads = [frame for node, frame in bench.core.frames_to_send() if node == HOME + 1]
+    assert [read.segment for read in reads] == [*range(SEGMENTS)]
+    for read in reads:
+        partial = read.segment in (0, 2)
+        assert bool(read.flags & wire.FLAG_PARTIAL) == partial
+        assert bool(read.flags & wire.FLAG_RETRY) == (not partial)
+    bench.core.check()
+
+
+def test_what_is_taken_together_costs_as_much_as_one_by_one() -> None:
+    rng = random.Random(3)
+    for _ in range(50):
+        credit, weights = rng.choice((0.0, 4.0)), [rng.choice((0.5, 1.0, 4.0)) for _ in range(3)]
+        together, apart = (Shares(credit, weights.__getitem__) for _ in range(2))
+        for _ in range(20):
+            flow, count = rng.randrange(3), rng.randrange(1, 6)
+            together.took(flow, 1.0, count)
+            for _ in range(count):
+                apart.took(flow, 1.0)
+            assert together._now == apart._now
+            assert together._starts == apart._starts
+
+
+# --- segments -----------------------------------------------------------------------------------
+
+
+def data(index: int, chunk: int, flags: int = 0, tag: int = 0) -> Frame:
+    start = index * wire.SEGMENT_BYTES + chunk * wire.CHUNK_BYTES
+    return Frame(
+        wire.OP_DATA,
+        *BLOCK,
+        segment=index,
+        flags=flags,
+        digest=digest_of(BYTES),
+        size=len(BYTES),
+        chunk=chunk,
+        tag=tag,
+        payload=BYTES[start : start + wire.CHUNK_BYTES],
+    )
+
+
+def arrivals_of(bench: Bench, rng: random.Random) -> list[Arrived]:
+    """Segments come in any order, most of them whole and in one piece."""
+    (fetch,) = bench.core._fetches.values()
+    order = list(range(1, SEGMENTS))
+    if rng.random() < 0.5:
+        rng.shuffle(order)
+    frames = []
+    for index in order:
+        chunks = list(range(CELLS.chunks_of(len(BYTES), index)))
+        if rng.random() < 0.2:
+            chunks.remove(rng.choice(chunks))
+        flags = rng.choice((wire.FLAG_SHARED, wire.FLAG_SHARED, 0, wire.FLAG_RESIDENT))
+        tag = fetch.segments[index].tag if rng.random() < 0.8 else 1
+        for chunk in chunks:
+            last = wire.FLAG_LAST if chunk == chunks[-1] else 0
+            frames.append(wire.encode(data(index, chunk, flags | last, tag)))
+            if rng.random() < 0.01:
+                frames.append(frames[-1])
+    arrived: list[Arrived] = []
+    bench.core.placement.place_bytes(
+        b"".join(frames), arrived.extend, lambda *_: None, stride=len(frames[0]), sender=HOME_IP
+    )
+    return arrived
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_segments_that_come_together_leave_behind_what_they_would_one_by_one(seed: int) -> None:
+    left = []
+    for together in (True, False):
+        bench = Bench(seed)
+        rng = random.Random(seed)
+        bench.fetch(0.0, CELLS, len(BYTES))
+        bench.core.frames_to_send()
+        bench.core.receive(0.01, HOME, data(0, 0, wire.FLAG_SHARED if seed % 2 else 0))
+        arrivals = arrivals_of(bench, rng)
+        if together:
+            with mock.patch.object(
+                bench.core, "_came_whole", wraps=bench.core._came_whole
+            ) as whole:
+                bench.core.placed(0.02, arrivals)
+            assert whole.called
+        else:
+            with mock.patch.object(Requester, "_whole_from", return_value=[]):
+                bench.core.placed(0.02, arrivals)
+        left.append(bench.left())
+    assert left[0] == left[1]
+
+
+def test_a_block_that_comes_together_to_its_end_is_fetched() -> None:
+    bench = Bench(1)
+    bench.fetch(0.0, CELLS, len(BYTES))
+    for chunk in range(64):
+        bench.core.receive(0.01, HOME, data(0, chunk, wire.FLAG_LAST if chunk == 63 else 0))
+    rng = mock.Mock(random=lambda: 0.9, choice=lambda of: of[0])
+    bench.core.placed(0.02, arrivals_of(bench, rng))
+    event: Any = bench.core.next_event()
+    assert bytes(event.buffer) == BYTES
+    assert event.report.chunks_shared == CELLS.chunks_of(len(BYTES), SEGMENTS - 1) + 64 * (
+        SEGMENTS - 2
+    )
+    bench.core.check()
