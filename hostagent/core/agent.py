@@ -311,6 +311,13 @@ class AgentCore:
             self.reads.overhear(now, source, block, frame.group)
         self.requester.receive(now, source, frame)
 
+    def choose(self, now: float, source: int, frame: Frame) -> bool:
+        """As `Requester.choose`."""
+        self.store.advance(now)
+        refused = self.requester.choose(now, source, frame)
+        self.metrics.frames_answers_total += refused
+        return refused
+
     def open_lane(self, now: float, budget: int) -> Lane | None:
         """A round of frames comes: the lane, which may answer READs among them by up to `budget`
         frames, if there is nothing to decide about these. It is closed by the first that goes to

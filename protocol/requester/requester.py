@@ -622,6 +622,20 @@ class Requester:
         asker.more_comes = False
         asker.pump(now)
 
+    def choose(self, now: float, source: int, frame: Frame) -> bool:
+        """The end of an answer by RDMA has come, maybe of a block of which no copy is chosen:
+        choose the one that it is of. True = that cannot be, and all that follows from it is done;
+        else it is for `placement` to take, or for `receive`."""
+        fetch = self._by_block.get((frame.namespace, frame.key))
+        if fetch is None or fetch.assembly is not None or source not in fetch.homes.sources:
+            return False
+        if chunking_of(frame.segment) is not fetch.chunking:
+            return False
+        segment = self._flying(source, frame, fetch)
+        if segment is None or segment.place is None or segment.place.tag != frame.tag:
+            return False
+        return self._choose_copy(now, source, frame, fetch) is None
+
     def _receive_written(self, now: float, source: int, frame: Frame, fetch: Fetch) -> None:
         """The end of an answer by RDMA: what has come of it is in the landing zone."""
         segment = self._flying(source, frame, fetch)

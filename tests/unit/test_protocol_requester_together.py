@@ -19,6 +19,7 @@ from kvcast.protocol.placement import Arrived
 from kvcast.protocol.requester import Requester, RequesterConfig
 from kvcast.protocol.requester.landing import Landing
 from kvcast.protocol.requester.segment import Segment
+from landing_card import Card
 
 HOME, HOME_IP = 1, 0x0A000001
 BLOCK = BlockId(3, bytes(range(16)))
@@ -228,4 +229,117 @@ def test_a_block_that_comes_together_to_its_end_is_fetched() -> None:
     assert event.report.chunks_shared == CELLS.chunks_of(len(BYTES), SEGMENTS - 1) + 64 * (
         SEGMENTS - 2
     )
+    bench.core.check()
+
+
+# --- ends of answers by RDMA that were held -----------------------------------------------------
+
+
+class Held(Bench):
+    """A requester whose segments come by RDMA, of a block of which nothing is known."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(1)
+        self.card = Card()
+        self.card.landing.in_place = self.card.code.put_in_place, self.card.address
+        self.core.use_landing(self.card.landing)
+        self.core.use_writers(frozenset({HOME}))
+        self.chunking = roce.SHARED_CHUNKING
+        self.size = self.chunking.start_of(3) + 1
+        self.content = random.Random(9).randbytes(self.size)
+        self.fetch(0.0, self.chunking, self.size, **more)
+        self.core.frames_to_send()
+
+    def end(self, index: int, **fields: Any) -> Frame:
+        """WRITTEN."""
+        number = self.chunking.number(index)
+        tag = roce.place_of(*BLOCK, number).tag
+        fields = {"digest": digest_of(self.content), "size": self.size, "tag": tag} | fields
+        flags = wire.FLAG_WRITE | wire.FLAG_SHARED
+        return Frame(wire.OP_WRITTEN, *BLOCK, fields.pop("segment", number), flags, **fields)
+
+    def come(self, *indices: int) -> list[bytes]:
+        """Segments come, and the ends of their answers, in one piece; what is for `receive`."""
+        for index in indices:
+            start, size = self.chunking.start_of(index), self.chunking.bytes_of(self.size, index)
+            place = roce.place_of(*BLOCK, self.chunking.number(index))
+            low = place.address_low(0)
+            self.card.memory[low : low + size] = self.content[start : start + size]
+            for chunk in range(self.chunking.chunks_of(self.size, index)):
+                self.card.completions.append((0, place.immediate(chunk)))
+        frames: list[bytes] = []
+
+        def choose(node: int, datagram: bytes) -> bool:
+            return self.core.choose(0.5, node, wire.decode(datagram))
+
+        self.core.placement.choose = choose
+        ends = [wire.encode(self.end(index)) for index in indices]
+        self.core.placement.place_bytes(
+            b"".join(ends),
+            lambda arrivals: self.core.placed(0.5, arrivals),
+            lambda _node, datagram: frames.append(datagram),
+            stride=len(ends[0]),
+            sender=HOME_IP,
+        )
+        return frames
+
+
+def test_a_block_that_comes_before_anybody_chose_a_copy_is_fetched_without_receive() -> None:
+    bench = Held()
+    with mock.patch.object(bench.core, "_came_whole", wraps=bench.core._came_whole) as whole:
+        assert bench.come(2, 0, 1, 3) == []
+    assert whole.call_count == 1
+    event: Any = bench.core.next_event()
+    assert bytes(event.buffer) == bench.content
+    assert bench.core.counters.blocks_by_write == 1
+    assert bench.core.counters.data == bench.core.counters.data_by_write
+    assert bench.card.landing.claims == 0
+    bench.core.check()
+
+
+def test_what_is_held_of_a_fetch_that_has_ended_is_for_receive() -> None:
+    bench = Held()
+    bench.core.cancel(0.1, 1)
+    frames = bench.come(1)
+    assert len(frames) == 1
+    bench.core.receive(0.5, HOME, wire.decode(frames[0]))
+    assert bench.core.counters.unsolicited == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tag": 5},
+        {"segment": CELLS.number(1)},
+        {"segment": roce.SHARED_CHUNKING.number(60)},
+        {"source": HOME + 1},
+    ],
+)
+def test_a_copy_is_chosen_only_by_an_answer_to_a_read(fields: dict[str, Any]) -> None:
+    bench = Held()
+    before = bench.core.counters.data
+    source = fields.pop("source", HOME)
+    assert not bench.core.choose(0.5, source, bench.end(1, **fields))
+    (fetch,) = bench.core._fetches.values()
+    assert fetch.assembly is None
+    assert bench.core.counters.data == before
+
+
+@pytest.mark.parametrize(
+    ("counted", "more", "fields"),
+    [
+        ("wrong_size", {}, {"size": 300_000}),
+        ("other_copy", {"expect_digest": 77}, {}),
+        ("no_memory", {}, {}),
+    ],
+)
+def test_a_copy_that_is_refused_is_refused_once(
+    counted: str, more: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    bench = Held(**more)
+    if counted == "no_memory":
+        bench.core._allocate = lambda _block, _size: None
+    assert bench.core.choose(0.5, HOME, bench.end(1, **fields))
+    assert getattr(bench.core.counters, counted) == 1
+    assert bench.core.counters.unsolicited == 0
     bench.core.check()
