@@ -219,6 +219,8 @@ class Table(Struct):
     """and where in it."""
     arrivals: Ptr[Arrival]
     arrival_count: U64
+    asks_more: U64
+    """Whether Python asks for more when it hears of segments that have come by RDMA."""
     hurry: U64
     """Whether Python had better hear of the arrivals at once (`_need_not_hurry` says when not)."""
     held: U64
@@ -572,8 +574,9 @@ def _are_enough(t: Table, awaited: U64) -> bool:
 def _need_not_hurry(t: Table, to: Copy, awaited: U64) -> bool:
     """Whether Python may hear later that a segment has come by RDMA: more of its block is missing,
     and most of what was asked for is still on its way. Then the link does not rest for it, and
-    Python asks for several segments at once, instead of waking for each."""
-    if to.size <= SEGMENT_BYTES or _are_enough(t, awaited):
+    Python asks for several segments at once, instead of waking for each. Where it has nothing more
+    to ask for, it hears when the block is there."""
+    if to.size <= SEGMENT_BYTES or (t.asks_more != 0 and _are_enough(t, awaited)):
         return False
     segment_length = CHUNKS_PER_SEGMENT * (CHUNK_BYTES << to.chunk_code)
     segment = (to.size - SEGMENT_BYTES + segment_length - 1) // segment_length
@@ -827,6 +830,7 @@ class Placement:
         self._held_sources = array("I", bytes(4 * HELD))
         self._table.held = address_of_buffer(self._held)
         self._table.held_sources = self._held_sources.buffer_info()[0]
+        self._table.asks_more = 1
         self._table.seed = seed
         self._next_serial = 1
         self._kept: dict[int, tuple[array[int], array[int]]] = {}  # bitmaps and sources
@@ -1081,6 +1085,10 @@ class Placement:
         buffer = ctypes.create_string_buffer(data, max(1, len(data)))
         piece = ctypes_of(Piece)(ctypes.addressof(buffer), len(data), stride, sender)
         self.place(ctypes.addressof(piece), 1, arrived, frame, instead=instead)
+
+    def ask_more(self, *, more: bool) -> None:
+        """Whether there is more to ask for as soon as something has come; so it is at first."""
+        self._table.asks_more = more
 
     def use_landing(self, landing: int, of: int) -> None:
         """What puts chunks that came by RDMA in their places (`call_landing`), and its first

@@ -64,6 +64,7 @@ ADDRESS_LOW_ZEROS: Final = 0xFFFF & ~_ADDRESS_BITS
 """Bits of these two fields that are 0 in every chunk's address."""
 
 _INDEX_BITS: Final = 16
+_INDEX_MASK: Final = (1 << _INDEX_BITS) - 1
 _SEGMENT_MASK: Final = (1 << SEGMENT_INDEX_BITS) - 1
 CHUNK_MASK: Final = (CHUNKS_PER_SEGMENT - 1) << CHUNK_SHIFT
 """The bits in which the immediates, and the addresses, of a segment's chunks differ."""
@@ -143,9 +144,11 @@ def place_of(namespace: int, key: bytes, segment: int) -> Place:
     side by side, so that they do not wait for each other: readers that had to ask for one of them
     later would ask at different times."""
     block = namespace.to_bytes(2, "big") + key
-    slot = _hash(block) + (segment & _SEGMENT_MASK)
-    entry = _hash(block + segment.to_bytes(2, "big"))
-    return Place.of(namespace, entry & (1 << _INDEX_BITS) - 1, slot & (ZONE_SLOTS - 1))
+    slot = _hash(block) + (segment & _SEGMENT_MASK) & (ZONE_SLOTS - 1)
+    entry = _hash(block + segment.to_bytes(2, "big")) & _INDEX_MASK
+    low = slot << SLOT_SHIFT  # as `Place.of` has it
+    first = namespace << _INDEX_BITS ^ entry ^ low
+    return Place(namespace, entry, slot, low | entry, first, first & ~CHUNK_MASK)
 
 
 # --- the check of a packet ------------------------------------------------------------------

@@ -311,14 +311,15 @@ class Asker:
             if not waiting:
                 return None
             namespace = self.fair.next_of(waiting) if len(waiting) > 1 else next(iter(waiting))
-            found = self._next_of(now, home, home.queues[namespace], most, by_write=by_write)
+            queue = home.queues[namespace]
+            found = self._next_of(now, home, queue, most, by_write=by_write)
+            if not queue:
+                del home.queues[namespace]
             if found is not None:
                 self.fair.took(namespace, 1.0, len(found[1]))
                 return found
-            if home.queues[namespace]:
+            if queue:
                 held.add(namespace)
-            else:
-                del home.queues[namespace]
         return None
 
     def _next_of(
@@ -338,6 +339,9 @@ class Asker:
                     return None
                 found = self._take_idle(fetch, landing, most)
                 if found:
+                    if not fetch.idle:
+                        heapq.heappop(queue)
+                        fetch.queued_at = -1
                     return fetch, found
                 if fetch.idle:
                     return None
@@ -352,9 +356,10 @@ class Asker:
         found: list[Segment] = []
         stay: list[int] = []
         idle, segments = fetch.idle, fetch.segments
+        known = len(segments)
         while idle:
             index = idle.popleft()
-            if index >= len(segments):  # a guess was too high
+            if index >= known:  # a guess was too high
                 continue
             segment = segments[index]
             if segment.state is not _IDLE:

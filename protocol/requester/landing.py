@@ -271,19 +271,14 @@ class Landing:
 
     def claim(self, place: Place, owner: object) -> bool:
         """Let chunks of a segment come; False where it must wait for another's end."""
-        if not self.can_claim(place):
+        slot, name = place.slot, place.name
+        owners, names = self._owners, self._names
+        if slot in owners or name in names or not self.usable or len(owners) >= self._most:
             return False
-        slot = place.slot
         self._code.claim(self.address, slot, place.first)
-        self._owners[slot] = place, owner
-        self._names.add(place.name)
+        owners[slot] = place, owner
+        names.add(name)
         return True
-
-    def can_claim(self, place: Place) -> bool:
-        """Whether `claim` would succeed."""
-        owners = self._owners
-        taken = place.slot in owners or place.name in self._names
-        return self.usable and not taken and len(owners) < self._most
 
     @property
     def full(self) -> bool:

@@ -397,6 +397,7 @@ class Requester:
 
     def reads_to_send(self) -> list[tuple[int, ReadFrames]]:
         """The same, as far as possible many together."""
+        self.placement.ask_more(more=bool(self._asker.waiting))
         return self._asker.take_outbox()
 
     def next_event(self) -> Event | None:

@@ -136,6 +136,16 @@ def test_half_of_what_is_awaited_is_told_of_together() -> None:
         assert made.told == [1, 2]
 
 
+def test_who_asks_for_nothing_more_hears_when_the_block_is_there() -> None:
+    with bed() as made:
+        made.placement.ask_more(more=False)
+        made.come(1, 2)
+        with later(made, 3, 0):
+            made.driver.wait(None)
+        assert made.told == [1, 2, 3, 0]
+        assert made.reader.buffer == made.reader.data
+
+
 def test_the_end_of_a_block_is_told_of_at_once() -> None:
     with bed() as made:
         made.come(0, 1, 2)
@@ -283,8 +293,7 @@ def test_so_many_ends_are_held_and_no_more() -> None:
     with bed() as made:
         choosing = Choosing(made, refuses=True)
         for slot in range(roce.ZONE_SLOTS):
-            if made.card.landing.can_claim(Place.of(9, slot, slot)):
-                made.card.landing.claim(Place.of(9, slot, slot), slot)
+            made.card.landing.claim(Place.of(9, slot, slot), slot)
         made.reader.land(1, made.reader.missing[1])
         for _ in range(HELD + 1):
             made.home.sendto(made.reader.end_of(1), made.mine.getsockname())

@@ -343,3 +343,12 @@ def test_a_copy_that_is_refused_is_refused_once(
     assert getattr(bench.core.counters, counted) == 1
     assert bench.core.counters.unsolicited == 0
     bench.core.check()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_compiled_code_knows_whether_there_is_more_to_ask_for(waits: bool) -> None:
+    bench = Bench(1, credit_segments=4 if waits else 64)
+    assert bench.core.placement.table.asks_more
+    bench.fetch(0.0, CELLS, len(BYTES))
+    bench.core.reads_to_send()
+    assert bench.core.placement.table.asks_more == waits
