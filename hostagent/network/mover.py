@@ -11,9 +11,10 @@ last round brought, so that a round is about `ROUND_FRAMES`.
 
 Out: an `Answer` is chunks of one segment. Their frames are made `BATCH` at a time: the header in a
 slot, the payload where the block lies. Where runs may be sent in one piece (UDP_SEGMENT) they are;
-else each is a message of its own, and one sendmmsg takes the batch. Frames that the socket does not
-take are copied into a ring of `WAITING_FRAMES` and go before all that comes later; beyond that they
-are dropped and counted.
+else each is a message of its own, and one sendmmsg takes the batch. READs that differ in segment
+and tag alone (`ReadFrames`) are made from one of them. Frames that the socket does not take are
+copied into a ring of `WAITING_FRAMES` and go before all that comes later; beyond that they are
+dropped and counted.
 """
 
 from __future__ import annotations
