@@ -192,6 +192,7 @@ class LinkDriver(asyncio.BufferedProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self._end()
+        self._forget()
 
     def pause_writing(self) -> None:
         self._full = True
@@ -389,6 +390,8 @@ class LinkDriver(asyncio.BufferedProtocol):
             else:
                 self._set_timer(link.get_timer())
         self._changed()
+        if self._is_over:
+            self._forget()
 
     def _read_or_not(self, transport: asyncio.Transport, *, reading: bool) -> None:
         self._reading = reading
@@ -416,6 +419,14 @@ class LinkDriver(asyncio.BufferedProtocol):
             _moving.discard(self)
             self._over()
 
+    def _forget(self) -> None:
+        """Nobody is told anything any more. Whoever was knows this driver, and would be found only
+        by the garbage collector, which is slow to come (`kvcast.service.garbage`)."""
+        self._opened = self._changed = self._refused = self._over = _nothing
+        self._lander = self._make_lander = None
+        if self.link is not None:
+            self.link.wake = _nothing
+
     # --- the core's timer ---------------------------------------------------------------------
 
     def _set_timer(self, when: float | None) -> None:
@@ -434,6 +445,10 @@ class LinkDriver(asyncio.BufferedProtocol):
         if self.link is not None:
             self.link.handle_timer(self._loop.time())
         self.flush()
+
+
+def _nothing(*_: object) -> Any:
+    """Told of what nobody minds."""
 
 
 def window_in_turns(size_bytes: int, segment_bytes: int) -> int:

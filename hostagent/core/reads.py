@@ -884,7 +884,7 @@ class Reads:
         followers, probe.followers = probe.followers, []
         for fetch in followers:
             if self.is_on(fetch):
-                self._outbox.calls.append(_Rest(self, fetch, home).call)
+                self._outbox.calls.append(_Rest(self, fetch).call(home))
 
     def _read(self, now: float, fetch: _Fetch, *, probe: bool = True) -> None:
         """Read a block that was to come another way. `probe`: whether an offer may be taken."""
@@ -1075,14 +1075,18 @@ class Reads:
 class _Rest:
     """The bulk call for a block that followed a probe."""
 
-    __slots__ = ("_digest", "_fetch", "_reads", "_room", "call")
+    __slots__ = ("_digest", "_fetch", "_reads", "_room")
 
-    def __init__(self, reads: Reads, fetch: _Fetch, home: int) -> None:
+    def __init__(self, reads: Reads, fetch: _Fetch) -> None:
         self._reads = reads
         self._fetch = fetch
         self._room: ArenaReservation | None = None
         self._digest = 0
-        self.call = GetCall(
+
+    def call(self, home: int) -> GetCall:
+        """What is asked of that home."""
+        reads, fetch = self._reads, self._fetch
+        return GetCall(
             *(home, fetch.block, 0, fetch.deadline, self._begin, self._ended),
             wanted=lambda: reads.is_on(fetch),
             may_read=True,

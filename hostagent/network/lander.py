@@ -69,6 +69,8 @@ MOMENT_NS: Final = 200_000
 """How long one call waits, all in all: to come back would take as long as what is waited for mostly
 takes."""
 SINK_BYTES: Final = 64 * 1024
+_SINK: Final = bytearray(SINK_BYTES)
+"""Where all connections' bytes go that nobody wants."""
 _STATE_BYTES: Final = 1024
 """XXH3_state_t has 576, at a multiple of 64."""
 _MOST_NS: Final = 1_000_000_000
@@ -304,12 +306,11 @@ class Landings:
         """Where compiled code finds them, one after the other."""
         self._rooms = (ctypes_of(NativeRoom) * (2 * count))()
         self._states = bytearray((count + 1) * _STATE_BYTES)
-        self._sink = bytearray(SINK_BYTES)
         state = address_of_buffer(self._states) + 63 & ~63
         for number, landing in enumerate(self._landings):
             landing.fd = -1
             landing.rooms = ctypes.addressof(self._rooms[2 * number])
-            landing.sink = address_of_buffer(self._sink)
+            landing.sink = address_of_buffer(_SINK)
             landing.state = state + number * _STATE_BYTES
             landing.reset, landing.update, landing.digest = functions
 
@@ -337,13 +338,12 @@ class Lander:
         self._address = ctypes.addressof(self._landing)
         self._rooms = bytearray(ROOMS * _ROOM.size)
         self._loaded: list[Room] = []
-        self._sink = bytearray(SINK_BYTES)
         self._state = bytearray(_STATE_BYTES)
         landing = self._landing
         landing.fd = fd
         landing.low_water = 1
         landing.rooms = address_of_buffer(self._rooms)
-        landing.sink = address_of_buffer(self._sink)
+        landing.sink = address_of_buffer(_SINK)
         landing.state = address_of_buffer(self._state) + 63 & ~63
         landing.reset, landing.update, landing.digest = functions
 

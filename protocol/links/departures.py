@@ -72,6 +72,10 @@ class _Waiting(NamedTuple):
     wake: Callable[[], None]
 
 
+def _nobody() -> None:
+    pass
+
+
 class Turn:
     """One connection's side of it. `woken` is called when it may go on, or had better ask."""
 
@@ -138,6 +142,7 @@ class Turn:
         """The connection is over; whether it waited, or was waited for. Then `pass_on` is to
         follow, when nothing is left half done: who is woken by that goes on at once."""
         taken_bytes, self._taken_bytes = self._taken_bytes, 0
+        self._woken = _nobody  # else the connection and this would know each other for ever
         return self._departures.leave(self, taken_bytes)
 
     def pass_on(self) -> None:

@@ -1,21 +1,30 @@
-"""The bulk link's adapter towards a node that takes connections and says nothing.
+"""The bulk link's adapter: towards a node that takes connections and says nothing, and what is left
+of connections that are over.
 
-Oracle: which calls end, and how. Cannot see: when to the millisecond.
+Oracle: which calls end, and how; what objects there are. Cannot see: when to the millisecond.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
+from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+from hostagent_harness import key_of, running_pool, until
+from kvcast.hostagent.client import AsyncClient
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.network.bulk_link import BulkCaller
+from kvcast.hostagent.network.lander import Lander
 from kvcast.protocol.links.bulk import UNREACHABLE, BulkOptions, DropCall
+from kvcast.protocol.links.stream import LinkStream
 from kvcast.protocol.messages.control import NodeInfo
+from kvcast.service.link_driver import LinkDriver
 
 PATIENCE_S = 60.0
 KEY = bytes(16)
@@ -66,3 +75,39 @@ async def _wait_behind_one_without_an_answer() -> None:
     ended = [await asyncio.wait_for(ends.get(), PATIENCE_S) for _ in range(2)]
     assert sorted(ended) == [("first", UNREACHABLE), ("last", UNREACHABLE)]
     server.close()
+
+
+def connections() -> Counter[str]:
+    """What there is of connections in this process, by kind."""
+    kinds = (LinkDriver, LinkStream, Lander)
+    return Counter(type(o).__name__ for o in gc.get_objects() if isinstance(o, kinds))
+
+
+async def test_connections_that_are_over_are_gone_without_the_garbage_collector(
+    tmp_path: Path,
+) -> None:
+    """It looks at what is old hardly ever (`kvcast.service.garbage`), and a connection has
+    buffers."""
+    async with running_pool(tmp_path, 2) as pool:
+
+        async def use_and_cut(number: int) -> None:
+            keys = [key_of(10 * number + n) for n in range(4)]
+            async with await AsyncClient.connect(str(pool.folder / "1.sock")) as client:
+                await client.put(1, dict.fromkeys(keys, bytes(200_000)))
+            for block in await pool.clients[2].get(1, keys, deadline_s=20):
+                assert block is not None
+                block.release()
+            for agent in pool.agents.values():
+                await agent.bulk_server.hang_up()
+            await asyncio.sleep(0.05)
+
+        await use_and_cut(0)
+        gc.collect()
+        gc.disable()
+        try:
+            before = connections()
+            for number in range(1, 6):
+                await use_and_cut(number)
+            await until(lambda: connections() <= before)
+        finally:
+            gc.enable()
