@@ -1235,7 +1235,7 @@ class Store:
         elif victim.reserved_bytes == wanted_bytes:
             self._evict(victim)
         else:
-            until = (victim.used_at + self._now) / 2
+            until = max(victim.used_at, (victim.used_at + self._now) / 2)
             self._clear_out(victim.offset // self.allocator.slab_bytes, until)
         return True
 

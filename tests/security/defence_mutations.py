@@ -1347,6 +1347,14 @@ def _in_order_of_coming() -> AbstractContextManager[object]:
 
 
 @mutation(
+    "all requests of a connection are whoever's came first",
+    {TURNS: ["test_requests_that_wait_for_their_namespaces_turn_leave_some_to_others"]},
+)
+def _requests_of_one() -> AbstractContextManager[object]:
+    return replaced("kvcast.protocol.links.rdma_caller.ASSURED", 0)
+
+
+@mutation(
     "a home answers the namespace that came first",
     {TURNS: ["test_a_namespace_that_asks_for_little_is_answered_before_one_that_asks_for_much"]},
 )
