@@ -118,7 +118,7 @@ async def _write(node: Node, tier: SsdTier, blocks: Blocks, count: int, block_by
     """Fill DRAM, then let all of it go down; bytes a second."""
     low, tier.rules = tier.rules, SsdRules(high_share=2.0, low_share=2.0)
     node.store.drop_namespace(NAMESPACE)
-    await _until(lambda: tier.is_at_rest)  # with what goes from the table now
+    await _until(lambda: not tier.is_behind)
     for number in range(count):
         copy = node.store.reserve(BlockId(NAMESPACE, _key(number)), block_bytes)
         data = blocks.of(number)
