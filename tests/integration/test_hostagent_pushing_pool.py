@@ -131,6 +131,10 @@ def test_what_is_waited_for_is_as_the_caller_says(engines: Engines, keys: list[b
         blocks = {key: content_of(key, size_bytes) for key in mine[4:]}
         engines.other.put(engines.namespace, blocks, ack=ack)
         assert engines.pushed() > 0
+        end = time.monotonic() + PATIENCE_S
+        while ack == "local" and engines.home.exists(engines.namespace, mine) < len(mine):
+            assert time.monotonic() < end, "the home was not given what was put"
+            time.sleep(0.01)
         for key in mine:
             assert engines.tier_of(engines.other, key, size_bytes) == "local"
             engines.tier_of(engines.home, key, size_bytes)
