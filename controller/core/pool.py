@@ -751,11 +751,11 @@ class Pool:
 
     def plan(self) -> Plan:
         """What should be now; begins a new epoch if the map changed."""
-        if self._map is None or self._map_changed:
+        pool_map, new_map = self._map, self._map is None or self._map_changed
+        if pool_map is None or self._map_changed:
             if self._map_changed:
                 self.epoch += 1
-            self._map = self._build_map()
-            self._map_changed = self.membership.mapped()
+            pool_map = self._map = self._build_map()
             self._map_due.update(self._nodes_of)
         views = self.membership.views
         residents = self.tiers.residency.residents.values()
@@ -785,9 +785,11 @@ class Pool:
                 traffic = program.traffic_state(settings, residents, self.multicast_groups.places)
             self._desired = joined(membership, traffic)
             self._desired_for = members, traffic_of
+        if new_map:  # what the switch is to hold is what this map says, and not the next one
+            self._map_changed = self.membership.mapped()
         plan = Plan(
             desired=self._desired,
-            map=self._map,
+            map=pool_map,
             map_to=frozenset(self._map_due),
             replies=tuple(self._replies),
             nodes=views.placed | views.coming | views.readers,

@@ -93,7 +93,7 @@ class Driver:
         """Time passes; then what the service does when it wakes."""
         self.now += seconds
         self._do(self.pool.advance(self.now))
-        plan = self.pool.plan()
+        plan = self.plan = self.pool.plan()
         if self.switch is not None:
             changes = diff(self.switch, plan.desired)
             for change in changes.upserts:
@@ -1516,6 +1516,12 @@ def test_a_node_that_starts_anew_while_it_joins_is_handed_all_of_it_again() -> N
     starts_anew(driver, 3)
     between = last_map(driver)
     assert [homes[:1] for homes in before.buckets] == between.buckets, "so that the others forget"
+    may_answer = [
+        match for table, match in driver.plan.desired.entries if table == program.BUCKET_HOME
+    ]
+    assert len(may_answer) == sum(map(len, between.buckets)), (
+        "the switch lets the next homes answer"
+    )
     driver.round()
     again = last_map(driver)
     assert (again.settled, again.buckets) == (1, before.buckets)
