@@ -67,6 +67,8 @@ what clients read, and give out replicas."""
 SLAB_BYTES: Final = 64 * 1024
 FORM_S: Final = 4.0
 """By when a pool without faults must have formed."""
+_NEWS_S: Final = 0.02
+"""Within so long the controller knows what a node says."""
 _GIVES_UP: Final = 0.1
 """How often a client gives a get up,"""
 _GIVES_UP_WITHIN_S: Final = 0.2
@@ -258,7 +260,8 @@ class Cluster:
 
     def _check_handed_over(self, former: PoolMap, pool_map: PoolMap) -> None:
         """Who takes a bucket over has every block that those before it hold, and have
-        acknowledged, but for what it has evicted."""
+        acknowledged, but for what it has evicted, or what they acknowledged just now: the
+        controller has not heard of it, and it is being sent."""
         if {n.node_id for n in former.nodes} != {n.node_id for n in pool_map.nodes}:
             return
         number = {node.index: int(node.node_id.removeprefix("node-")) for node in pool_map.nodes}
@@ -271,6 +274,8 @@ class Cluster:
             holders = self.model.holders(name)
             held = [n for n in before if self._holds(n, name)]
             if not any(holders.get(n) == self.hosts[n].memory_lives for n in held):
+                continue
+            if self.world.now - self.model.acknowledged_at(name) < _NEWS_S:
                 continue
             excused = any(self._has_evicted(n, name) for n in now)
             if now and not excused and not any(self._holds(n, name) for n in now):

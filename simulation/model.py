@@ -223,6 +223,7 @@ class Model:
         self._invented: set[Copy] = set()  # forgeries that count as copies now
         self._holders: dict[Name, dict[int, int]] = defaultdict(dict)  # host -> its life
         self._acknowledged: dict[Name, set[int]] = defaultdict(set)  # hosts, ever
+        self._acknowledged_at: dict[Name, float] = {}
         self._ever_home: dict[int, set[int]] = defaultdict(set)  # bucket -> hosts
         self._now_home: list[list[int]] = []  # by bucket
         # what is in flight
@@ -259,6 +260,7 @@ class Model:
         if name[0] not in self._deleted:
             self._holders[name][host] = life
         self._acknowledged[name].add(host)
+        self._acknowledged_at[name] = self._world.now
 
     def put_ended(
         self, host: int, name: Name, ok: bool, *, copies: int = 0, digest: int = 0
@@ -457,6 +459,10 @@ class Model:
             self._versions[namespace, key][content] = None
             self._by_digest[copy] = content
             self._invented.add(copy)
+
+    def acknowledged_at(self, name: Name) -> float:
+        """When a home said so last."""
+        return self._acknowledged_at[name]
 
     def holders(self, name: Name) -> dict[int, int]:
         """The hosts that have acknowledged the block, and in which life of their memory."""

@@ -911,6 +911,7 @@ class Pool:
             deleted=list(self.namespaces.deleted),
             alone=[n for n in sorted(self.namespaces.by_number) if not self.adaptive.gathers(n)],
             settled=0 if self.membership.is_settled else settled,
+            leaving=sorted(index[node_id] for node_id in views.placed - views.coming),
         )
 
     def _homes(self, block: BlockId) -> list[str]:

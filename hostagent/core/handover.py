@@ -8,7 +8,9 @@ Three kinds of tasks:
 - *moves*: a node joins, or one is drained. The map lists, behind the nodes that hold a bucket's
   blocks (`PoolMap.settled` of them), those that are to take it over. Each of the former sends the
   latter what it holds of the bucket, what comes meanwhile included, and says how much is left
-  (`HandedOver`); the controller takes the next step when nothing is left anywhere.
+  (`HandedOver`); the controller takes the next step when nothing is left anywhere. Where nobody
+  is listed behind, whoever leaves (`PoolMap.leaving`) sends it to the homes that stay, for a
+  replica may lack a block.
 - *repairs*: a node is gone, and another is listed in its place; or another was given a bucket of
   ours at once, since the controller knew of no blocks yet. Whoever held the bucket before sends it
   what it has, if there is room to spare.
@@ -177,7 +179,7 @@ class Handover:
         if pool is not None and not pool.is_settled:
             bucket = bucket_of(block.key)
             if pool.node_id in pool.holders_of(bucket):
-                for node_id in pool.incoming_of(bucket):
+                for node_id in pool.heirs_of(bucket):
                     self._add(_Task(block, node_id, move=True))
 
     def replicate(self, block: BlockId, node_id: str) -> bool:
@@ -189,12 +191,15 @@ class Handover:
         return True
 
     def report(self, now: float) -> HandedOver | None:
-        """How much is left, if that is news: whenever nothing is left, and else now and then."""
+        """How much is left, if that is news: at once where nothing is left, or something is again,
+        and else now and then."""
         pool = self._outbox.pool
         if pool is None or pool.is_settled:
             return None
         told = HandedOver(pool.epoch, self._moving, self._total, self._failed, self._no_room)
-        if told == self._reported or (self._moving and now < self._report_at):
+        former = self._reported
+        goes_on = self._moving and not (former is not None and former.left == 0)
+        if told == former or (goes_on and now < self._report_at):
             return None
         self._reported, self._report_at = told, now + REPORT_S
         return told
@@ -223,12 +228,8 @@ class Handover:
     # --- what there is to do ------------------------------------------------------------------
 
     def _moves(self, pool: Pool) -> dict[int, tuple[str, ...]]:
-        """By bucket that this node holds: who is to take it over."""
-        return {
-            bucket: incoming
-            for bucket in pool.held_buckets()
-            if (incoming := pool.incoming_of(bucket))
-        }
+        """By bucket that this node holds: who is to have what it holds."""
+        return {bucket: heirs for bucket in pool.held_buckets() if (heirs := pool.heirs_of(bucket))}
 
     def _repairs(self, old: Pool, pool: Pool) -> dict[int, list[str]]:
         """By bucket that this node held: who is new among its holders, in the place of a node that

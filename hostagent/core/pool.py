@@ -61,6 +61,7 @@ class Pool:
                 raise PoolMapError(f"bucket {number} names a node that is not in the map")
         self._homes_in_round: dict[int, array[int]] = {}
         self._settled = pool_map.settled
+        self._leaving = frozenset(pool_map.leaving)
         # By the last 16 bits of a key, of which `bucket_of` takes the lowest.
         self._homes_by_word = self._buckets * ((1 << 16) // BUCKETS)
         self.namespaces: dict[int, NamespaceInfo] = {n.namespace: n for n in pool_map.namespaces}
@@ -113,9 +114,14 @@ class Pool:
         nodes = self.all_of(bucket)
         return nodes[: self._settled] if self._settled else nodes
 
-    def incoming_of(self, bucket: int) -> tuple[str, ...]:
-        """Those that are to take it over."""
-        return self.all_of(bucket)[self._settled :] if self._settled else ()
+    def heirs_of(self, bucket: int) -> tuple[str, ...]:
+        """Those that are to have what this node holds of it: who is to take it over, or, where
+        nobody is and this node leaves, who holds it and stays."""
+        nodes = self._buckets[bucket]
+        heirs = nodes[self._settled :] if self._settled else ()
+        if not heirs and self.index in self._leaving:
+            heirs = tuple(index for index in nodes if index not in self._leaving)
+        return tuple(self.nodes[index].node_id for index in heirs)
 
     def held_buckets(self) -> list[int]:
         """The buckets that this node holds."""

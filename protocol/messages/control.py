@@ -341,7 +341,9 @@ class PoolMap(Struct, frozen=True, tag="map"):
     reads gather for nobody, since too few are shared.
     `settled`: of each bucket's list, so many hold its blocks; those behind them (there are none
     where it is 0) are to take over, and are handed the blocks by the others. They are homes like
-    others, the last to be asked.
+    others, the last to be asked. `leaving`: nodes, by index, that will hold nothing then. Where
+    nobody takes over from them, the homes that stay are handed their blocks: a replica may lack
+    one.
     """
 
     epoch: U64
@@ -354,6 +356,7 @@ class PoolMap(Struct, frozen=True, tag="map"):
     alone: list[U16] = []
     settled: U16 = 0
     rdma_address: Text = ""
+    leaving: list[U16] = []
 
 
 class Residents(Struct, frozen=True, tag="residents"):

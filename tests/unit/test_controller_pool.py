@@ -1427,7 +1427,7 @@ def test_a_node_that_is_drained_keeps_its_buckets_until_others_have_its_blocks()
     driver.pool.drain("node-2")
     driver.round()
     moving = last_map(driver)
-    assert moving.settled == 2
+    assert (before.leaving, moving.leaving, moving.settled) == ([], [2], 2)
     for homes, former in zip(moving.buckets, before.buckets, strict=True):
         assert homes[:2] == former
         assert (len(homes) == 3) == (2 in former)
@@ -1436,7 +1436,7 @@ def test_a_node_that_is_drained_keeps_its_buckets_until_others_have_its_blocks()
     assert status["node-2"]["placed"]
     hand_over(driver, 1, 2, 3)
     after = last_map(driver)
-    assert after.settled == 0
+    assert (after.leaving, after.settled) == ([], 0)
     assert not any(2 in homes for homes in after.buckets)
     assert any(n.node_id == "node-2" for n in after.nodes), "it is there, and reads"
     driver.round(10.0)

@@ -37,14 +37,19 @@ def block(number: int, bucket: int = 0) -> BlockId:
 
 
 def pool(
-    homes: list[int], settled: int = 0, epoch: int = 1, nodes: tuple[int, ...] = (1, 2, 3, 4)
+    homes: list[int],
+    settled: int = 0,
+    epoch: int = 1,
+    nodes: tuple[int, ...] = (1, 2, 3, 4),
+    leaving: tuple[int, ...] = (),
 ) -> Pool:
     infos = [
         NodeInfo(n, f"node-{n}", f"10.0.0.{n}", f"02:00:00:00:00:0{n}", n, 1, "h", n) for n in nodes
     ]
     names = [NamespaceInfo(1, "t", "m", "1", "l")]
     buckets = [list(homes) for _ in range(BUCKETS)]
-    return Pool(PoolMap(epoch, infos, buckets, names, [], settled=settled), ME, f"node-{ME}")
+    new = PoolMap(epoch, infos, buckets, names, [], settled=settled, leaving=list(leaving))
+    return Pool(new, ME, f"node-{ME}")
 
 
 class Bench:
@@ -98,6 +103,29 @@ def test_who_is_to_take_over_is_offered_all_that_is_held_of_its_buckets() -> Non
     assert bench.offered() == [(block(n), 3) for n in range(3)]
 
 
+@pytest.mark.parametrize(
+    ("homes", "leaving", "heirs"),
+    [
+        ([1, 2], (1,), [2]),  # nobody takes its place: the other may lack a block
+        ([1, 2], (2,), []),
+        ([1, 2], (), []),
+        ([1, 2, 3], (1,), [3]),  # the one that does has them all then
+        ([1, 2], (1, 2), []),
+    ],
+)
+def test_who_leaves_offers_what_it_holds_to_who_stays_where_nobody_takes_its_place(
+    homes: list[int], leaving: tuple[int, ...], heirs: list[int]
+) -> None:
+    bench = Bench(1)
+    bench.use(pool([1, 2]))
+    bench.use(pool(homes, settled=2, epoch=2, leaving=leaving))
+    assert bench.offered() == [(block(0), heir) for heir in heirs]
+    bench.hold(block(1))
+    bench.core.came(block(1))
+    bench.core.advance(bench.now)
+    assert bench.offered() == [(block(1), heir) for heir in heirs]
+
+
 def test_who_does_not_hold_a_bucket_offers_nothing_of_it() -> None:
     bench = Bench()
     bench.use(pool([2, 1], settled=1))
@@ -118,6 +146,17 @@ def test_it_is_said_how_much_is_left_and_at_once_when_nothing_is() -> None:
     third.ended(bench.now, bulk.HELD)
     assert bench.core.report(bench.now) == HandedOver(5, 0, 3, 0)
     assert bench.core.report(bench.now) is None
+
+
+def test_it_is_said_at_once_that_something_is_left_again() -> None:
+    """Else the controller would go on without a block that is still to be handed over."""
+    bench = Bench(1)
+    bench.use(pool([1, 2], settled=1, epoch=5))
+    bench.end_all()
+    assert bench.core.report(bench.now) == HandedOver(5, 0, 1, 0)
+    bench.hold(block(1))
+    bench.core.came(block(1))
+    assert bench.core.report(bench.now) == HandedOver(5, 1, 2, 0)
 
 
 def test_a_later_map_of_the_same_moves_offers_nothing_again_and_is_answered() -> None:
