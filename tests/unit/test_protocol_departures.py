@@ -6,41 +6,30 @@ carries. Cannot see: the kernel and the network, in which what was let go may st
 
 from __future__ import annotations
 
-import heapq
 import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from itertools import count, groupby
+from itertools import groupby
 
 import pytest
 from kvcast.protocol.links import departures
 from kvcast.protocol.links.departures import LATELY_S, PACE, Departures, Turn
+from kvcast.simulation.world import World
 
 RATE = 1e6
 """Bytes a second."""
 
 
-class Link:
+class Link(World):
     """Connections that have something to send, and ask whenever they are to."""
 
     def __init__(self, rate: float = RATE, weights: dict[int, float] | None = None) -> None:
+        super().__init__(1)
         self.departures = Departures(rate, lambda namespace: (weights or {}).get(namespace, 1.0))
         self.sent: Counter[int] = Counter()
-        self.now = 0.0
         self.asked = 0
         """Times that a connection has asked."""
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = count()
-
-    def at(self, when: float, do: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (when, next(self._numbers), do))
-
-    def run(self, until: float) -> None:
-        while self._events and self._events[0][0] <= until:
-            self.now, _, do = heapq.heappop(self._events)
-            do()
-        self.now = until
 
     def send(self, namespace: int, size_bytes: int, then: Callable[[], None]) -> None:
         """One connection sends so much, and then does something else."""

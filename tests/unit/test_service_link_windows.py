@@ -8,7 +8,6 @@ are busy; `python -m kvcast.bench.tenants` does.
 
 from __future__ import annotations
 
-import heapq
 import random
 import sys
 from collections import Counter, deque
@@ -32,6 +31,7 @@ from kvcast.protocol.messages.bulk import (
 )
 from kvcast.protocol.messages.framing import MessageCodec
 from kvcast.service.link_driver import MOST_WINDOW_BYTES, WIDE_WINDOW_BYTES, window_in_turns
+from kvcast.simulation.world import World
 
 RATE = 6.25e6
 """What the link carries, in bytes a second."""
@@ -63,11 +63,11 @@ class Service:
         return bulk.DONE
 
 
-class Link:
+class Link(World):
     """The home's link, and what comes by it."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        super().__init__(1)
         self.rng = random.Random(1)
         self.arrivals = Departures(RATE)
         self.keys = count(1)
@@ -75,17 +75,6 @@ class Link:
         self.carried: Counter[int] = Counter()
         """Bytes by namespace."""
         self._free_at = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = count()
-
-    def at(self, when: float, do: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (when, next(self._numbers), do))
-
-    def run(self, until: float) -> None:
-        while self._events and self._events[0][0] <= until:
-            self.now, _, do = heapq.heappop(self._events)
-            do()
-        self.now = until
 
     def carry(self, namespace: int, size_bytes: int, came: Callable[[], None]) -> None:
         self._free_at = max(self.now, self._free_at) + (size_bytes + HEADERS_BYTES) / RATE
