@@ -11,10 +11,9 @@ last round brought, so that a round is about `ROUND_FRAMES`.
 
 Out: an `Answer` is chunks of one segment. Their frames are made `BATCH` at a time: the header in a
 slot, the payload where the block lies. Where runs may be sent in one piece (UDP_SEGMENT) they are;
-else each is a message of its own, and one sendmmsg takes the batch. READs that differ in segment
-and tag alone (`ReadFrames`) are made from one of them. Frames that the socket does not take are
-copied into a ring of `WAITING_FRAMES` and go before all that comes later; beyond that they are
-dropped and counted.
+else each is a message of its own, and one sendmmsg takes the batch. Frames that the socket does not
+take are copied into a ring of `WAITING_FRAMES` and go before all that comes later; beyond that they
+are dropped and counted.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import socket
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Final, NamedTuple
@@ -67,7 +65,6 @@ from kvcast.protocol.messages.wire import (
     CHUNKS_PER_SEGMENT,
     FLAG_LAST,
     HEADER_BYTES,
-    KVCAST,
     MAX_DATAGRAM_BYTES,
     OFFER_BYTES,
     Frame,
@@ -75,7 +72,6 @@ from kvcast.protocol.messages.wire import (
     header_of,
 )
 from kvcast.protocol.placement import Piece, address_of_buffer
-from kvcast.protocol.requester import ReadFrames
 from kvcast.protocol.responder import Answer
 
 ROUND_FRAMES: Final = 256
@@ -94,8 +90,6 @@ _SLOT_BYTES: Final = 128
 """Room for a frame's headers."""
 _FLAGS_LOW_AT: Final = 3
 _CHUNK_AT: Final = 38
-_SEGMENT_AT: Final = KVCAST.offset_of("segment")
-_TAG_AT: Final = KVCAST.offset_of("tag")
 _RAW_BYTES: Final = BATCH * (_LEAD + MAX_DATAGRAM_BYTES)
 
 # errno.h: what says that the kernel, or the interface, has no UDP_SEGMENT
@@ -282,44 +276,7 @@ def make_offer(m: Moves, job: Job) -> None:
 
 @native
 def send(m: Moves, count: U32) -> None:
-    """Send what `count` jobs say, and what was made before, or let it wait."""
-    make(m, count)
-    send_or_keep(m)
-
-
-@native
-def make_reads(
-    m: Moves, node: U64, datagram: U64, length: U64, numbers: Ptr[U32], count: U64
-) -> None:
-    """Make READs that are as this datagram is but for their segments and tags, of which there are
-    `count` pairs of numbers."""
-    known = node < m.peer_count
-    if known:
-        known = m.peers[node].known != 0
-    if not known:
-        m.left += count
-        return
-    size = m.lead + HEADER_BYTES
-    for i in range(count):
-        at = m.headers + m.made_count * _SLOT_BYTES
-        copy(at, datagram, size)
-        b = bytes_at(at + m.lead)
-        segment = 0 + numbers[2 * i]
-        tag = 0 + numbers[2 * i + 1]
-        b[_SEGMENT_AT] = segment >> 8
-        b[_SEGMENT_AT + 1] = segment & 0xFF
-        for j in range(4):
-            b[_TAG_AT + j] = (tag >> (24 - 8 * j)) & 0xFF
-        begin_frame(m, node)
-        part(m, at, size)
-        if length > size:
-            part(m, m.zeros, length - size)  # its padding
-        end_frame(m)
-
-
-@native
-def make(m: Moves, count: U32) -> None:
-    """Make the frames of `count` jobs, to be sent with what follows."""
+    """Send what `count` jobs say, or let it wait."""
     for i in range(count):
         job = m.jobs[i]
         known = job.node < m.peer_count
@@ -343,6 +300,7 @@ def make(m: Moves, count: U32) -> None:
                     make_data(m, job, chunk, job.last if chunks == 0 else 0)
                 else:
                     m.left += 1
+    send_or_keep(m)
 
 
 @native
@@ -492,17 +450,14 @@ class Moved(NamedTuple):
 
 class _Compiled(NamedTuple):
     receive: Callable[[int], int]
-    make: Callable[[int, int], None]
-    make_reads: Callable[[int, int, int, int, int, int], None]
     send: Callable[[int, int], None]
     send_waiting: Callable[[int], None]
 
 
 @cache
 def _compiled() -> _Compiled:
-    functions = (receive, make, make_reads, send, send_waiting)
-    library = Library(*functions)
-    return _Compiled(*(library.call(function) for function in functions))
+    library = Library(receive, send, send_waiting)
+    return _Compiled(*(library.call(function) for function in (receive, send, send_waiting)))
 
 
 class Mover:
@@ -621,7 +576,7 @@ class Mover:
         error (the peer's port is closed, the interface is down), which is counted."""
         return self._code.receive(self.address)
 
-    def send(self, answers: Sequence[tuple[int, Frame | Answer | ReadFrames]]) -> None:
+    def send(self, answers: Sequence[tuple[int, Frame | Answer]]) -> None:
         """Send frames to their nodes, or let them wait; nothing of them is needed afterwards."""
         views = []  # stay until all is sent
         raw = count = 0
@@ -631,22 +586,13 @@ class Mover:
                 self._code.send(self.address, count)
                 raw = count = 0
             if isinstance(answer, Frame):
-                datagram = self._wrapped(node, answer)
+                datagram = encode(answer)
+                if self._moves.connected and node in self._wraps:
+                    datagram = self._wraps[node].wrap(datagram)
                 self._raw[raw : raw + len(datagram)] = datagram
                 at = self._raw_address + raw
                 pack(jobs, count * JOB.size, b"", node, at, len(datagram), 0, 0, 0)
                 raw += len(datagram)
-            elif isinstance(answer, ReadFrames):
-                if count:  # they come before these
-                    self._code.make(self.address, count)
-                    count = 0
-                datagram, numbers = self._wrapped(node, answer.first), array("I", answer.numbers)
-                self._raw[raw : raw + len(datagram)] = datagram
-                self._code.make_reads(
-                    *(self.address, node, self._raw_address + raw, len(datagram)),
-                    *(numbers.buffer_info()[0], answer.how_many),
-                )
-                continue
             else:
                 segment = answer.segment
                 views.append(segment)
@@ -663,12 +609,6 @@ class Mover:
                 )
             count += 1
         self._code.send(self.address, count)
-
-    def _wrapped(self, node: int, frame: Frame) -> bytes:
-        datagram = encode(frame)
-        if node in self._wraps and self._moves.connected:
-            return self._wraps[node].wrap(datagram)
-        return datagram
 
     def send_jobs(self, jobs: int, count: int) -> None:
         """Send the frames of so many jobs (`kvcast.protocol.lane.Job`), at most `BATCH`, which lie

@@ -7,12 +7,11 @@ proceeds.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
-from kvcast.protocol.messages.wire import BlockId, Frame, Offer
-from msgspec import structs
+from kvcast.protocol.messages.wire import BlockId, Offer
 
 
 class Reservation(Protocol):
@@ -200,24 +199,6 @@ class FetchReport:
         if self.chunks_resident:
             return "switch"
         return "shared" if self.chunks_shared else "home"
-
-
-class ReadFrames(NamedTuple):
-    """READs that go to one node together, and differ in segment and tag alone."""
-
-    first: Frame
-    numbers: list[int]
-    """What each says as its segment, and as its tag, the first one's included."""
-
-    @property
-    def how_many(self) -> int:
-        """READs."""
-        return len(self.numbers) // 2
-
-    def frames(self) -> Iterator[Frame]:
-        """Each of them."""
-        for segment, tag in zip(self.numbers[::2], self.numbers[1::2], strict=True):
-            yield structs.replace(self.first, segment=segment, tag=tag)
 
 
 class Fetched(NamedTuple):
