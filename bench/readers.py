@@ -43,6 +43,8 @@ class Readers:
         """One reader: get one block after the other, again and again, until cancelled."""
         waiting = deque(order)
         while True:
+            # With a pause of 0, too: what lies on this node, or fails at once, waits for nothing.
+            await asyncio.sleep(pause_s)
             while waiting[0] in self._reading:
                 waiting.rotate(-1)
             key = waiting[0]
@@ -67,7 +69,6 @@ class Readers:
                 else:
                     self.times_s.append(took_s)
                     self.got_bytes += self.size_bytes
-            await asyncio.sleep(pause_s)  # what lies on this node is got without a pause
 
 
 async def end(tasks: Iterable[asyncio.Task[None]]) -> None:

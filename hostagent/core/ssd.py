@@ -503,11 +503,6 @@ class SsdTier:
         return self._due or any(True for _ in self._moves())
 
     @property
-    def is_at_rest(self) -> bool:
-        """Whether nothing is being written, or is to be: neither blocks nor the table."""
-        return self._phase is _Phase.IDLE and not self._due
-
-    @property
     def capacity_bytes(self) -> int:
         """For blocks, of the files in service."""
         return sum(f.formatted.cut.slabs * self._slab_bytes for f in self._files if not f.failed)
