@@ -80,7 +80,8 @@ class PutCall:
     it waited, and there is nothing to send. After it and whatever happens, `ended`. `at_once`:
     whether the bytes may be sent before the node has said that it wants them; `spare`: the node is
     to evict nothing for it; `moved`: whether a network card has failed with it, and another goes
-    on; `tcp_only`: whether RDMA could not make it."""
+    on; `by_tcp_to`: the node's id, where RDMA could not make it: by now `node` may be another's
+    number."""
 
     node: int
     copy: HeldCopy
@@ -92,7 +93,7 @@ class PutCall:
     at_once: bool = False
     spare: bool = False
     moved: bool = False
-    tcp_only: bool = False
+    by_tcp_to: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +103,7 @@ class GetCall:
     `ended`. Outcome "done": all bytes are there, and have that digest. `wanted`: whether anybody
     still waits for it; else it may end early. `may_read`: whether the block can be READ as well;
     then the outcome may be "company". `moved`: as of a put; `begin` may then be asked
-    again. `tcp_only`: as of a put."""
+    again. `by_tcp_to`: as of a put."""
 
     node: int
     block: BlockId
@@ -114,7 +115,7 @@ class GetCall:
     wanted: Callable[[], bool] = _always
     may_read: bool = False
     moved: bool = False
-    tcp_only: bool = False
+    by_tcp_to: str = ""
 
 
 @dataclass(slots=True, eq=False)

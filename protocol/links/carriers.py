@@ -5,9 +5,10 @@ Must not know: how either link makes a call.
 
 Gets and puts of blocks go by RDMA to nodes whose address in the pool's map says that they have it;
 questions and drops go by TCP. A call that RDMA could not make (`unreachable`, whatever the reason)
-is made once more by TCP, if there is time; its node is asked by TCP alone for `retry_s`, twice as
-long after each failure that follows, at most `retry_max_s`. A get's room is asked for once: what
-TCP brings goes to the same place, if it is the same copy.
+is made once more by TCP, if there is time, and to the same node: a controller that has lost its
+state may have given its number to another meanwhile. The node is asked by TCP alone for `retry_s`,
+twice as long after each failure that follows, at most `retry_max_s`. A get's room is asked for
+once: what TCP brings goes to the same place, if it is the same copy.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from kvcast.protocol.messages.control import NodeInfo
 
 _NOT_MADE: Final = frozenset({UNREACHABLE, EVICTED, UNWANTED})
 """Outcomes that say nothing good of RDMA."""
+_GONE: Final = -1
+"""Instead of the number of a node that is in no map any more."""
 MAX_NODES: Final = 4096
 """Nodes whose failures are known; of more, the first are forgotten."""
 
@@ -68,11 +71,12 @@ class Carriers:
             node = self._nodes.get(call.node)
             if isinstance(call, PutCall) and call.spare:  # which only TCP's requests can say
                 by_tcp.append(call)
+            elif isinstance(call, GetCall | PutCall) and call.by_tcp_to:
+                if node is None or node.node_id != call.by_tcp_to:
+                    call.node = self._number_of(call.by_tcp_to)
+                by_tcp.append(call)
             elif (
-                isinstance(call, GetCall | PutCall)
-                and not call.tcp_only
-                and node is not None
-                and self._works(now, node)
+                isinstance(call, GetCall | PutCall) and node is not None and self._works(now, node)
             ):
                 by_rdma.append(self._watched(call, node.node_id))
             else:
@@ -101,6 +105,10 @@ class Carriers:
         if not trouble.told:
             trouble.told = True
             self._news.append(f"RDMA with {node_id} failed, TCP takes over: {problem}")
+
+    def _number_of(self, node_id: str) -> int:
+        numbers = (number for number, node in self._nodes.items() if node.node_id == node_id)
+        return next(numbers, _GONE)
 
     def _works(self, now: float, node: NodeInfo) -> bool:
         if not node.rdma_port:
@@ -154,7 +162,7 @@ class Carriers:
         """A call by RDMA has ended."""
         if outcome == UNREACHABLE and now < call.deadline:
             self._counters.rdma_fallbacks_total += 1
-            by_tcp.tcp_only = True
+            by_tcp.by_tcp_to = node_id
             self._by_tcp.append(by_tcp)
             return
         if outcome not in _NOT_MADE:

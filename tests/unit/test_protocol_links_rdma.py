@@ -12,18 +12,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import pytest
 from kvcast.hostagent.core.metrics import Metrics
-from kvcast.protocol.links import call_queue, rdma_caller
+from kvcast.protocol.links import bulk_caller, call_queue, rdma_caller
 from kvcast.protocol.links.bulk import (
     EVICTED,
     UNREACHABLE,
     UNWANTED,
     BulkCall,
+    BulkOptions,
     ExistsCall,
     GetCall,
     PutCall,
 )
+from kvcast.protocol.links.bulk_caller import BulkCaller
 from kvcast.protocol.links.cards import LinkCard
 from kvcast.protocol.links.carriers import Carriers
 from kvcast.protocol.links.grants import Grant, Grants
@@ -1505,6 +1508,39 @@ def test_what_rdma_had_no_place_for_goes_by_tcp_although_rdma_works() -> None:
         again.ended(0.2, bulk.DONE)
     assert choice.outcomes == [bulk.DONE] * 2
     assert choice.goes_by_rdma(0.3, choice.get())
+
+
+@pytest.mark.parametrize("is_put", [True, False], ids=["put", "get"])
+def test_what_rdma_could_not_do_goes_to_the_same_node_however_nodes_are_numbered_by_then(
+    is_put: bool,
+) -> None:
+    # A controller that has lost its state numbers the nodes anew.
+    choice = Choice()
+    copy = Copy(BlockId(1, key(1)), memoryview(b"bytes"), 1)
+    put = PutCall(2, copy, 1, 0, 9.0, lambda: True, lambda _, what: choice.outcomes.append(what))
+    ((ours,), _) = choice.carriers.choose(0.0, [put if is_put else choice.get()])
+    ours.ended(0.1, UNREACHABLE)
+    other, same = replace_node(3, rdma_port=1), msgspec.structs.replace(NODE, index=4)
+    choice.carriers.use_nodes({2: msgspec.structs.replace(other, index=2), 4: same})
+    (_, (again,)) = choice.carriers.choose(0.1, choice.carriers.take_again())
+    assert again.node == 4
+    assert choice.outcomes == []
+
+
+def test_what_rdma_could_not_do_goes_to_nobody_once_its_node_is_gone() -> None:
+    choice = Choice()
+    ((ours,), _) = choice.carriers.choose(0.0, [choice.get()])
+    ours.ended(0.1, UNREACHABLE)
+    nodes = {2: msgspec.structs.replace(replace_node(3, rdma_port=1), index=2)}
+    choice.carriers.use_nodes(nodes)
+    (_, others) = choice.carriers.choose(0.1, choice.carriers.take_again())
+    tcp = BulkCaller("node-1", BulkOptions(), choice.metrics, lambda _: memoryview(b""))
+    tcp.use_nodes(0.1, nodes)
+    tcp.ask(0.1, *others)
+    (instruction,) = tcp.instructions()
+    assert isinstance(instruction, bulk_caller.Complete)
+    instruction.call.ended(0.1, instruction.outcome)
+    assert choice.outcomes == [UNREACHABLE]
 
 
 def test_a_node_with_which_rdma_failed_is_asked_by_tcp_for_longer_each_time_and_told_once() -> None:
