@@ -126,7 +126,8 @@ class Session:
                 self._pin_rows.setdefault(row.block, []).append(at)
                 self._pin_count += 1
                 continue
-            (self._tickets if row.kind == ledgers.TICKET else self._handles)[row.number] = copy
+            is_ticket = row.kind in (ledgers.TICKET, ledgers.PUT)
+            (self._tickets if is_ticket else self._handles)[row.number] = copy
             self._rows[row.number] = at
             if row.number < FIRST_HANDLE:
                 self._next_handle = max(self._next_handle, row.number + 1)
@@ -169,12 +170,12 @@ class Session:
         ledger = self._core.ledger
         if ledger is None:
             return NO_ROW
+        return ledger.write(self._row(number, kind, copy), leave=leave)
+
+    def _row(self, number: int, kind: int, copy: Copy) -> Row:
         # A block may have landed in larger room than it takes; room for one has its size.
         size_bytes = copy.size_bytes if kind == ledgers.TICKET else copy.reserved_bytes
-        return ledger.write(
-            Row(self.number, number, copy.block, copy.offset, size_bytes, copy.digest, kind),
-            leave=leave,
-        )
+        return Row(self.number, number, copy.block, copy.offset, size_bytes, copy.digest, kind)
 
     def _has_row(self, number: int, kind: int, copy: Copy) -> bool:
         """As `_note`, of a handle or ticket; False where there is no room to write it down."""
@@ -632,18 +633,34 @@ class Session:
             self._fail(request.request, local.INVALID, "unknown ticket")
             return
 
-        for copy in copies:
-            if copy.state != RESERVED:  # committed by a former agent that did not live to say so
-                self._core.store.unpin(copy)
+        store, ledger = self._core.store, self._core.ledger
+        # Some were committed by a former agent that did not live to say so, and are pinned.
+        put = [copy for copy in copies if copy.state != RESERVED]
+        named = zip(request.tickets, copies, strict=True)
+        rooms = [(ticket, copy) for ticket, copy in named if copy.state == RESERVED]
 
         def answered(batch: PutBatch) -> None:
             for ticket in request.tickets:
                 self._strike(ticket)
+            for copy in put:
+                store.unpin(copy)
             results = [result for result in batch.results if result is not None]
             room = self._room_ahead(copies[0]) if request.again and len(copies) == 1 else None
             self._reply(local.Committed(request.request, results, room))
 
-        self._core.writes.commit(now, copies, answered, request.ack)
+        batch = self._core.writes.commit(now, copies, answered, request.ack)
+        if ledger is None or not batch.left:
+            return
+        # The room may be free, for others. An agent that comes after must not take what they wrote
+        # there for this block: what the rows say stays where it is until the client is answered.
+        for ticket, room in rooms:
+            copy = store.known(room.block)
+            if copy is None:
+                self._strike(ticket)  # it was refused
+                continue
+            store.pin(copy)
+            put.append(copy)
+            ledger.rewrite(self._rows[ticket], self._row(ticket, ledgers.PUT, copy))
 
     # --- room that is given ahead -------------------------------------------------------------
 

@@ -25,7 +25,14 @@ from typing import Final
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.pool import Pool
-from kvcast.hostagent.core.store import COMMITTED, DOOMED, Copy, StaleReservationError, Store
+from kvcast.hostagent.core.store import (
+    COMMITTED,
+    DOOMED,
+    RESERVED,
+    Copy,
+    StaleReservationError,
+    Store,
+)
 from kvcast.protocol.links.bulk import EVICTED, PutCall
 from kvcast.protocol.messages import bulk, local
 from kvcast.protocol.messages.wire import BlockId, digest_of
@@ -122,10 +129,7 @@ class Writes:
 
     def _commit_one(self, now: float, batch: PutBatch, position: int, copy: Copy, ack: str) -> None:
         self._count(copy)
-        done = copy.state == COMMITTED
-        if copy.state == DOOMED:  # it was a block, and has been dropped since
-            self._answer(batch, _Put(position, copy, -1, ack, 0, copies=0), local.OK)
-            return
+        done = copy.state != RESERVED
         digest = digest_of(self._memory[copy.offset : copy.offset + copy.size_bytes])
         pool = self._outbox.pool
         if pool is not None and copy.block.namespace in pool.deleted and not done:
@@ -137,6 +141,11 @@ class Writes:
         homes = pool.homes_of(copy.block) if pool is not None else ()
         here = pool is not None and pool.index in homes
         put = _Put(position, copy, homes[0] if homes else -1, ack, len(homes), copies=int(here))
+        if copy.state == DOOMED:  # it was a block, and has been dropped since: nobody is sent it
+            if ack == ACK_LOCAL:
+                self._answer(batch, put, local.OK)
+            self._settle(batch, put)
+            return
         try:
             if not done:
                 put.copy = copy = self._store.commit(copy, digest, home=here)

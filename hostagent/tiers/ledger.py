@@ -28,6 +28,9 @@ PIN: Final = 3
 """A block that was pinned."""
 BY_ITSELF: Final = 4
 """A copy that the client has pinned by itself, and that is not in the index any more."""
+PUT: Final = 5
+"""What room that was written has become, while the client waits to hear that it is put: its own
+copy, or an older one of the block, which has the room free for others."""
 
 _ROW: Final = struct.Struct("=3Q16s2QI2H")
 ROW_BYTES: Final = _ROW.size
@@ -93,15 +96,20 @@ class Ledger:
         else:
             at = self._fresh
             self._fresh = self._words[0] = at + 1
+        self.rewrite(at, row)
+        return at
+
+    def rewrite(self, at: int, row: Row) -> None:
+        """Let another row stand in this place."""
         start = at * ROW_BYTES
         block = row.block
         data = _ROW.pack(
             *(0, row.session, row.number, block.key, row.offset, row.digest),
             *(row.size_bytes, block.namespace, row.kind),
         )
+        self._memory[start : start + 8] = _NO_CHECK
         self._memory[start + 8 : start + ROW_BYTES] = data[8:]
         self._memory[start : start + 8] = _check_of(data[8:]).to_bytes(8, "little")
-        return at
 
     @property
     def free_rows(self) -> int:

@@ -34,7 +34,7 @@ ONCE_FAILED = frozenset(
 """What the product, or the simulation itself, once did wrong (docs/simulation.md)."""
 FAILED_WITH = {
     **dict.fromkeys((1300015, 1300016, 1300193, 1300442), ("operator",)),
-    **dict.fromkeys((1262566, 1300441), ("kept", "operator")),
+    **dict.fromkeys((1262566, 1300441, 1540905), ("kept", "operator")),
 }
 """The same, in runs with these features."""
 

@@ -57,6 +57,13 @@ def pool_map(namespaces: list[NamespaceInfo] = NAMESPACES) -> PoolMap:
     return PoolMap(1, [NODE], [[1]] * BUCKETS, namespaces, [])
 
 
+HERE = BUCKETS
+"""Number of the one block whose home is node-1, by"""
+TWO_NODES = msgspec.structs.replace(
+    pool_map(), epoch=2, nodes=[NODE, OTHER], buckets=[[1], *[[2]] * (BUCKETS - 1)]
+)
+
+
 def block(number: int, namespace: int = 1) -> BlockId:
     return BlockId(namespace, number.to_bytes(16, "big"))
 
@@ -81,8 +88,10 @@ class Machine:
         *,
         now: float = 0.0,
         unwritten: Sequence[Unwritten] = (),
+        kept: PoolMap | None = None,
     ) -> AgentCore:
-        """Another agent, over what there is, at that time of its clock."""
+        """Another agent, over what there is, at that time of its clock. `kept`: the map that the
+        former one had, if it is not that of these namespaces."""
         self.lives += 1
         store = Store(Allocator(ARENA_BYTES, SLAB_BYTES))
         ledger = Ledger(self.ledger_memory)
@@ -97,7 +106,7 @@ class Machine:
             recovery=recovery,
             ledger=ledger,
         )
-        self.core.restore_map(now, REGISTERED, pool_map(namespaces))
+        self.core.restore_map(now, REGISTERED, kept or pool_map(namespaces))
         return self.core
 
     @property
@@ -736,6 +745,94 @@ def test_a_commit_that_was_not_answered_ends_even_if_the_block_was_dropped_since
     machine.recover()
     assert machine.held() == {}
     assert machine.store.used_bytes == 0
+
+
+class Putting:
+    """A client has put blocks together, and waits for a home that does not answer (`TWO_NODES`)."""
+
+    def __init__(self, machine: Machine, numbers: list[int]) -> None:
+        self.machine = machine
+        machine.core.control_message(0.0, TWO_NODES)
+        self.guest = Guest(machine)
+        keys = [block(number).key for number in numbers]
+        sizes = [SLAB_BYTES] * len(keys)
+        self.extents = self.guest.ask(local.Alloc(1, 1, keys, sizes)).extents
+        for number, extent in zip(numbers, self.extents, strict=True):
+            end = extent.offset + SLAB_BYTES
+            machine.memory[extent.offset : end] = content(number, SLAB_BYTES)
+        assert self.commit() is None
+
+    def commit(self) -> Any:
+        """What the agent says of the put; None: nothing yet."""
+        return self.guest.ask(local.Commit(2, [extent.ticket for extent in self.extents], "home"))
+
+    def next_agent(self) -> None:
+        self.machine.start(kept=TWO_NODES)
+        self.guest.reborn([extent.ticket for extent in self.extents])
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_put_that_waited_for_its_home_is_not_what_others_wrote_in_its_room(held: bool) -> None:
+    """Where the node has the block already (`held`), the room is free as soon as it is put."""
+    machine = Machine()
+    if held:
+        machine.put(9, SLAB_BYTES)
+    putting = Putting(machine, [9])
+    machine.fill(range(100, 115))
+    before = machine.held()
+    (room,) = putting.extents
+    lies_there = bytes(machine.memory[room.offset : room.offset + SLAB_BYTES])
+    assert (lies_there == content(9, SLAB_BYTES)) != held
+    for _ in range(2):  # the next agent dies in the same put
+        putting.next_agent()
+        machine.recover()
+        assert putting.commit() is None
+    assert machine.held() == before
+    assert before[9] == content(9, SLAB_BYTES)
+    (call,) = machine.core.outbox.calls
+    assert isinstance(call, PutCall)
+    assert call.begin()
+    call.ended(1.0, bulk.DONE)
+    (put,) = putting.guest.replies.pop().blocks  # type: ignore[union-attr]
+    assert put == local.PutBlock(local.OK, 1, digest_of(before[9]))
+    assert not list(Ledger(machine.ledger_memory).found())
+    assert machine.store.held_bytes == 0
+
+
+def test_of_blocks_put_together_the_next_agent_has_those_that_are_at_home_already() -> None:
+    """The first is at home here, and nothing but the answer to the others keeps it here."""
+    machine = Machine()
+    putting = Putting(machine, [HERE, 9])
+    machine.fill(range(100, 130))
+    putting.next_agent()
+    assert putting.commit() is None
+    machine.recover()
+    held = machine.held()
+    assert [held.get(n) for n in (HERE, 9)] == [content(n, SLAB_BYTES) for n in (HERE, 9)]
+    (call,) = machine.core.outbox.calls
+    assert call.begin()  # type: ignore[call-arg, union-attr]
+    call.ended(1.0, bulk.DONE)  # type: ignore[call-arg]
+    statuses = [put.status for put in putting.guest.replies.pop().blocks]  # type: ignore[union-attr]
+    assert statuses == [local.OK, local.OK]
+    assert machine.store.held_bytes == 0
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_put_that_was_dropped_before_any_home_had_it_is_nothing_to_the_next(held: bool) -> None:
+    """Not a block of what others wrote in its room, either: seed 1540905 of the simulation."""
+    machine = Machine()
+    if held:
+        machine.put(9, SLAB_BYTES)
+    putting = Putting(machine, [9])
+    machine.fill(range(100, 115))
+    machine.store.drop(block(9))
+    before = machine.held()
+    putting.next_agent()
+    assert [put.status for put in putting.commit().blocks] == [local.UNAVAILABLE]
+    machine.recover()
+    assert machine.held() == before
+    assert not machine.core.outbox.calls
+    assert machine.store.held_bytes == 0
 
 
 def test_what_the_client_never_heard_of_is_given_back_when_it_returns() -> None:
