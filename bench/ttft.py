@@ -261,6 +261,9 @@ class _Bytes:
     def settle(self) -> None:
         pass
 
+    def use_arena(self, arena: memoryview) -> None:
+        pass
+
 
 async def measure_groups(link_rate_bits_per_s: float) -> dict[str, Any]:
     """Measure each case of `LATENESS_S`, in a pool whose blocks have their homes on all nodes, the

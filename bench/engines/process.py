@@ -42,7 +42,7 @@ def main() -> None:
     from vllm.config import KVTransferConfig
 
     _hide_llvmlite()
-    options = DEFAULTS | json.loads(sys.argv[1])
+    options = DEFAULTS | _shared_accelerator() | json.loads(sys.argv[1])
     if transfer := options.pop("kv_transfer_config", None):
         options["kv_transfer_config"] = KVTransferConfig(**transfer)
     engine = LLM(**options)
@@ -81,6 +81,14 @@ def main() -> None:
             file=out,
             flush=True,
         )
+
+
+def _shared_accelerator() -> dict[str, Any]:
+    """What lets several engines be on one accelerator: vLLM's default is to take nearly all of its
+    memory, or not to start."""
+    import torch
+
+    return {"gpu_memory_utilization": 0.2} if torch.cuda.is_available() else {}
 
 
 def _hide_llvmlite() -> None:

@@ -51,9 +51,9 @@ def _config(kind: str) -> Any:
             first_k_dense_replace=4,
             kv_lora_rank=512,
             q_lora_rank=None,
-            qk_nope_head_dim=64,
+            qk_nope_head_dim=128,
             qk_rope_head_dim=64,
-            v_head_dim=64,
+            v_head_dim=128,
         )
     from transformers import Gemma3TextConfig
 

@@ -84,6 +84,12 @@ class AsyncClient:
         """The size of the agent's arena."""
         return self._conversation.arena_bytes
 
+    @property
+    def arena(self) -> memoryview:
+        """The agent's arena, in which all blocks lie, read-only, shape (arena_bytes,), format "B";
+        the same view until another agent's arena takes its place."""
+        return self._conversation.arena
+
     def near(self, namespace: int, keys: Sequence[bytes]) -> int:
         """How many of `keys`, counted from the first without a gap, this node's memory holds; 0
         also where that is not known without asking the agent. In any thread."""

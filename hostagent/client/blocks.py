@@ -139,6 +139,11 @@ class Arena:
         self._maps_ahead = not read_only
         self._readable = self._memory.toreadonly()
 
+    @property
+    def memory(self) -> memoryview:
+        """All of it, read-only; the same view each time, until `close`."""
+        return self._readable
+
     def read(self, offset: int, size_bytes: int) -> memoryview:
         """A read-only view; AgentGoneError if it is not inside the arena."""
         view = self._readable[offset : offset + size_bytes]

@@ -422,6 +422,11 @@ class Conversation:
         """The size of the arena, as far as it is known: 0 before the welcome."""
         return self._arena.size_bytes if self._arena is not None else 0
 
+    @property
+    def arena(self) -> memoryview:
+        """The arena as it is mapped now, read-only, shape (arena_bytes,), format "B"."""
+        return self._memory.memory
+
     def _abort(self, tickets: list[int]) -> None:
         self._held.difference_update(tickets)
         if tickets:

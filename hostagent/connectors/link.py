@@ -76,6 +76,10 @@ class EngineMemory(Protocol):
     def settle(self) -> None:
         """Wait until all copies that were begun have ended."""
 
+    def use_arena(self, arena: memoryview) -> None:
+        """`data` and `room` lie in there from now on; said before every transfer, so it must not
+        take long. Shape (arena_bytes,), format "B"."""
+
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
@@ -190,6 +194,15 @@ class Link(AgentLink):
         self._prefetches = prefetch
         self._nodes = tuple(dict.fromkeys(nodes)) if len(set(nodes)) > 1 else ()
         self._group = 0
+
+    def prepare(self, memory: EngineMemory) -> None:
+        """Say to an engine's memory where blocks lie, before there is anything to copy."""
+
+        async def say() -> None:
+            with contextlib.suppress(KvcastError, UnreachableError):
+                memory.use_arena((await self._connected()).arena)
+
+        self._do(say)
 
     async def _ready(self) -> tuple[AsyncClient, int]:
         """A client, and the namespace's number."""
@@ -326,6 +339,7 @@ class Link(AgentLink):
 
     async def _bring(self, opened: OpenLoad, memory: EngineMemory, meter: Meter) -> None:
         client, _ = await self._ready()
+        memory.use_arena(client.arena)
         groups = opened.groups
         keys: dict[int, bytes] = {}
         under_way: set[asyncio.Task[None]] = set()
@@ -540,6 +554,7 @@ class Link(AgentLink):
             whole = some == left
             left = left - some
             client, namespace = await self._ready()
+            memory.use_arena(client.arena)
             window = max(1, self._window(client, memory) // max(1, len(some)))
             for begin in range(0, len(save.hashes), window):
                 blocks = range(begin, min(begin + window, len(save.hashes)))

@@ -8,18 +8,31 @@ pool in the order in which they lie in memory, which `layout` tells with shapes 
 it is part of the namespace. Layers at equal distances in one allocation are copied at once.
 
 Tensors on the CPU are copied by numpy. Others are copied by torch on a stream of their own, which
-waits for what the engine had begun.
+waits for what the engine had begun. A GPU reads and writes the arena itself once that is
+page-locked, which a thread of its own sees to; until then, and where it cannot be, the driver
+copies through memory of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
+import time
 import warnings
 from collections.abc import Sequence
 from typing import Any, Final
 
 _INTEGERS: Final = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 """The types by which opaque elements of so many bytes are moved."""
+
+
+_PORTABLE: Final = 1
+"""cudaHostRegisterPortable: for all of the process's contexts."""
+_PIECE_BYTES: Final = 64 << 20
+"""Pages are locked in pieces that end at multiples of this, in some hundredths of a second each."""
+
+_log = logging.getLogger("kvcast.connector")
 
 
 class LayoutError(ValueError):
@@ -48,6 +61,7 @@ def _ordered(tensor: Any, blocks: int) -> Any:
 class TorchMemory:
     """An engine's cache. `groups`: for each of the engine's cache groups, its layers' tensors in
     order, first dimension the block. `sizes`: how many layers go into each part, by group.
+    `lock_pages`: whether the arena may be page-locked for a GPU.
 
     Is an `EngineMemory` (`kvcast.hostagent.connectors.link`). Raises LayoutError.
     """
@@ -61,6 +75,7 @@ class TorchMemory:
         *,
         blocks: int,
         null_block: int,
+        lock_pages: bool = True,
     ) -> None:
         import torch
 
@@ -90,7 +105,7 @@ class TorchMemory:
         self.layout = f"{words} in {list(map(list, sizes))}"
         self._device: _Device | None = None
         if device is not None and device.type != "cpu":
-            self._device = _Device(torch, device)
+            self._device = _Device(torch, device, lock_pages=lock_pages)
         else:
             for runs in self._parts:
                 for run in runs:
@@ -121,6 +136,10 @@ class TorchMemory:
     def settle(self) -> None:
         if self._device is not None:
             self._device.settle()
+
+    def use_arena(self, arena: memoryview) -> None:
+        if self._device is not None:
+            self._device.use_arena(arena)
 
     def mark(self) -> Any:
         """A moment in what the engine has begun; to be given to `wait_for`."""
@@ -179,20 +198,28 @@ def _array(piece: memoryview, like: Any) -> Any:
 class _Device:
     """Copies between an accelerator and the arena."""
 
-    def __init__(self, torch: Any, device: Any) -> None:
+    def __init__(self, torch: Any, device: Any, *, lock_pages: bool) -> None:
         self._torch = torch
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pages = _LockedPages(torch, device) if self._stream and lock_pages else None
+
+    def use_arena(self, arena: memoryview) -> None:
+        if self._pages is not None:
+            self._pages.use(arena)
 
     def copy(self, engine: Any, piece: memoryview, *, into_engine: bool) -> None:
         torch = self._torch
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # blocks are read-only, and are only read
             host = torch.frombuffer(piece, dtype=engine.dtype).reshape(engine.shape)
+        whole = self._pages is None or _in_one_piece(host)
         with self._on_stream():
             if into_engine:
-                engine.copy_(host, non_blocking=True)
-            else:
+                engine.copy_(host if whole else host.clone(), non_blocking=True)
+            elif whole:
                 host.copy_(engine, non_blocking=True)
+            else:
+                host.copy_(engine.cpu())
 
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
         if self._stream is None:
@@ -214,3 +241,70 @@ class _Device:
     def wait_for(self, mark: Any) -> None:
         if self._stream is not None and mark is not None:
             self._stream.wait_event(mark)
+
+
+class _LockedPages:
+    """The arena's pages, locked for a GPU's own reads and writes: a piece after the other, since
+    the driver does nothing else for this process meanwhile.
+
+    As long as they are, the arena stays mapped, though its client may be gone: whatever was mapped
+    at its addresses then, the GPU would read and write these pages. `use` is called when no copy
+    is under way.
+    """
+
+    def __init__(self, torch: Any, device: Any) -> None:
+        self._torch = torch
+        self._device = device
+        self._arena: memoryview | None = None
+        self._thread: threading.Thread | None = None
+        self._mapped: Any = None
+        """An array over the arena some of whose pages are locked."""
+        self._locked: list[int] = []
+        """The addresses of its pieces that are."""
+
+    def use(self, arena: memoryview) -> None:
+        if arena is self._arena or (self._thread is not None and self._thread.is_alive()):
+            return
+        import numpy
+
+        while self._locked:
+            self._torch.cuda.cudart().cudaHostUnregister(self._locked.pop())
+        self._arena = arena
+        # A view of our own: the client's ends with the client.
+        self._mapped = numpy.frombuffer(memoryview(arena), numpy.uint8)
+        self._thread = threading.Thread(target=self._lock, name="kvcast-pages", daemon=True)
+        self._thread.start()
+
+    def _lock(self) -> None:
+        runtime = self._torch.cuda.cudart()
+        began = time.monotonic()
+        at, error = self._mapped.ctypes.data, 0
+        end = at + self._mapped.size
+        with self._torch.cuda.device(self._device):
+            while at < end and not error:
+                size_bytes = min(end, at - at % _PIECE_BYTES + _PIECE_BYTES) - at
+                error = int(runtime.cudaHostRegister(at, size_bytes, _PORTABLE))
+                if not error:
+                    self._locked.append(at)
+                    at += size_bytes
+        if error:
+            _log.warning(
+                "kvcast: of the arena's %d MiB, the last %d cannot be page-locked (CUDA error %d); "
+                "copies to and from the GPU are slower",
+                self._mapped.size >> 20,
+                (end - at) >> 20,
+                error,
+            )
+        else:
+            _log.info(
+                "kvcast: the arena's %d MiB are page-locked, after %.2f s",
+                self._mapped.size >> 20,
+                time.monotonic() - began,
+            )
+
+
+def _in_one_piece(memory: Any) -> bool:
+    """Whether a tensor in the arena's memory lies in one piece that is locked at once. Of others
+    CUDA would copy nothing."""
+    first = memory.data_ptr()
+    return bool(first // _PIECE_BYTES == (first + memory.nbytes - 1) // _PIECE_BYTES)

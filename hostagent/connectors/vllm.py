@@ -823,7 +823,13 @@ class _WorkerHalf:
             )
             for layers in tensors
         ]
-        self._memory = TorchMemory(tensors, sizes, blocks=blocks, null_block=NULL_BLOCK)
+        self._memory = TorchMemory(
+            tensors,
+            sizes,
+            blocks=blocks,
+            null_block=NULL_BLOCK,
+            lock_pages=self._options.lock_pages,
+        )
         for group, counts in zip(groups, sizes, strict=True):
             names = iter(group.layer_names)
             self._layers += [set(itertools.islice(names, count)) for count in counts]
@@ -839,6 +845,7 @@ class _WorkerHalf:
         )
         self.link.use(self._namespace)
         self._node_id = self.link.node_id()
+        self.link.prepare(self._memory)
         self.handshake = KvcastHandshake(
             self._namespace,
             len(self._memory.part_bytes),

@@ -68,6 +68,9 @@ class Memory:
     def settle(self) -> None:
         pass
 
+    def use_arena(self, arena: memoryview) -> None:
+        self.arena = arena
+
 
 def hashes(label: str, count: int) -> tuple[bytes, ...]:
     system = random.Random(label)
