@@ -94,6 +94,12 @@ class Client:
         """The size of the agent's arena."""
         return self._conversation.arena_bytes
 
+    @property
+    def arena(self) -> memoryview:
+        """The agent's arena, in which all blocks lie, read-only, shape (arena_bytes,), format "B";
+        the same view until another agent's arena takes its place."""
+        return self._conversation.arena
+
     def near(self, namespace: int, keys: Sequence[bytes]) -> int:
         """As `AsyncClient.near`."""
         return self._conversation.near(namespace, keys)
