@@ -365,7 +365,8 @@ class Record(Struct):
     elapsed_ns: U64
     rtt_ns: U64
     read_ns: U64
-    """FAILED: when its READ left, if nothing has been heard since; else 0."""
+    """FAILED: when its READ left, if nothing has been heard since, and `yield_block` was not asked;
+    else 0."""
     offset: U64
     """LANDED, JOINED: where the block lies,"""
     room: U64
@@ -1698,6 +1699,7 @@ def yield_block(courier: Courier, namespace: U64, key: U64, rest_of_key: U64, no
     asked = courier.asked[number]
     read = asked.state == _ASKED and asked.unread == 0
     overdue = read and asked.asked_ns + courier.patience_ns[asked.home] // 2 <= now_ns
+    asked.asked_ns = 0  # said at once, and so not by the record
     give_up(courier, number, YIELDED)
     return overdue
 

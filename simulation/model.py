@@ -162,6 +162,8 @@ class _Window:
     ports: set[int] = field(default_factory=set)
     read_at: dict[int, tuple[float, bytes]] = field(default_factory=dict)
     """When each port last asked, and whom."""
+    first_read_at: dict[int, float] = field(default_factory=dict)
+    """When each port last asked for a get that had just begun, while another waited for long."""
     held: set[int] = field(default_factory=set)
     """Ports of which a READ was held back for this answer."""
     sent: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
@@ -740,18 +742,23 @@ class Model:
                 )
             # Who asks another home had an answer, and found it wrong; that is no repetition.
             asked_at, asked = window.read_at.get(port, (now, frame[30:34]))
+            name = seen.namespace, seen.key
+            window.held.add(port)
             if (
                 asked == frame[30:34]
                 and now - max(asked_at, window.used_at)
                 > max(REPEAT_S, self.patience_s(port, int.from_bytes(asked, "big")) / 2)
-                and self._waits_since(port, (seen.namespace, seen.key), asked_at)
+                and self._waits_since(port, name, asked_at)
             ):
-                raise ViolationError(
-                    2,
-                    f"host {port} repeats a READ of {_show(seen)} since nothing has come, and the "
-                    "switch holds it back",
-                )
-            window.held.add(port)
+                since = max(asked_at, window.first_read_at.get(port, 0.0))
+                if not self._just_begun(port, name, since):
+                    raise ViolationError(
+                        2,
+                        f"host {port} repeats a READ of {_show(seen)} since nothing has come, and "
+                        "the switch holds it back",
+                    )
+                window.first_read_at[port] = now
+                return  # which leaves the get that waits for long where it was
         if window is not None:
             window.ports.add(port)
             window.read_at[port] = now, frame[30:34]
@@ -761,6 +768,16 @@ class Model:
         it is one and the same reader that asks again."""
         return any(
             r.host == host and r.name == name and r.alone and r.started_at <= since
+            for r in self._requests.values()
+        )
+
+    def _just_begun(self, host: int, name: Name, since: float) -> bool:
+        """Whether another get of the block has begun there since then, and just now: the courier
+        may ask for it by a first READ while the one that waits for long, which a new map has taken
+        from the courier, is on its way to the agent. The agent's READ is the repeat."""
+        since = max(since, self._world.now - REPEAT_S)
+        return any(
+            r.host == host and r.name == name and r.what == "get" and r.started_at > since
             for r in self._requests.values()
         )
 

@@ -965,7 +965,7 @@ class Courier:
             self._unanswered[BlockId(told.namespace, told.key)] = now
             self._shunned[told.home] = now + self._requester.config.suspect_s
             self._shuns += 1
-        elif told.flags in (courier.DEADLINE, courier.GIVEN_UP):
+        elif told.flags in (courier.DEADLINE, courier.GIVEN_UP, courier.YIELDED):
             overdue_ns = told.read_ns + self._patience_ns[told.home] // 2
             if told.read_ns and overdue_ns <= _ns(now):
                 self._unanswered[BlockId(told.namespace, told.key)] = now

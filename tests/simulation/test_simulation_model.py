@@ -1,7 +1,9 @@
-"""What the model takes for a forgery, and from when on nothing tells one from a copy.
+"""What the model takes for a forgery, and from when on nothing tells one from a copy; and which
+READs it takes for repeats.
 
 Oracle: docs/security.md, "What is not stopped": homes are believed, and on a plain network so are
-source addresses. Cannot see: whether agents keep to that.
+source addresses. Of READs: that who asks again for the same get repeats its READ, and who asks for
+another get does not. Cannot see: whether agents keep to that.
 """
 
 from __future__ import annotations
@@ -115,6 +117,42 @@ def test_an_answer_to_a_put_is_about_that_block_and_counts_homes_that_have_it() 
         model.put_ended(READER, NAME, True, copies=2, digest=mine)
     with pytest.raises(ViolationError, match=r"^invariant 1: .* with another's digest"):
         model.put_ended(READER, NAME, True, digest=wire.digest_of(b"another's"))
+
+
+READ_AGAIN_S = 0.1
+"""Longer than a reader waits for an answer."""
+
+
+@pytest.mark.parametrize(
+    ("another_began_s", "is_repeat"), [(None, True), (0.02, True), (0.099, False)]
+)
+def test_a_read_for_a_get_that_has_just_begun_repeats_none(
+    another_began_s: float | None, is_repeat: bool
+) -> None:
+    """A READ that the switch holds back must say that it is a repeat if it is one: of another get
+    it may be the first."""
+    world = World(1)
+    hosts = {host: _endpoint(host).ip for host in (READER, HOME)}
+    model = Model(world, Rules({NAME[0]: frozenset(hosts)}, hosts, lease_s=1.0))
+    model.enabled, model.known_mac = lambda: True, lambda _mac: True
+    read = wire.encode(wire.Frame(wire.OP_READ, *NAME, wanted=wire.FULL_SEGMENT))
+    frame = Encapsulation(_endpoint(READER), _endpoint(HOME)).wrap(read)
+
+    def begins() -> None:
+        model.begins(READER, NAME, "get", 10.0, frozenset(), alone=True)
+
+    begins()
+    model.crossed(READER, frame, [(HOME, frame)])
+    if another_began_s is not None:
+        world.at(another_began_s, begins)
+    world.run(READ_AGAIN_S)
+    if is_repeat:
+        with pytest.raises(ViolationError, match=r"^invariant 2: host 1 repeats a READ"):
+            model.crossed(READER, frame, [])
+    else:
+        model.crossed(READER, frame, [])  # and the other is still to be asked for again
+        with pytest.raises(ViolationError, match=r"^invariant 2: host 1 repeats a READ"):
+            model.crossed(READER, frame, [])
 
 
 def test_where_the_switch_guards_no_other_address_passes() -> None:

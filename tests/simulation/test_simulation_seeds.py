@@ -35,6 +35,7 @@ ONCE_FAILED = frozenset(
 FAILED_WITH = {
     **dict.fromkeys((1300015, 1300016, 1300193, 1300442), ("operator",)),
     **dict.fromkeys((1262566, 1300441, 1540905), ("kept", "operator")),
+    1550296: ("arenas",),
 }
 """The same, in runs with these features."""
 

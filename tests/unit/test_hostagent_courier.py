@@ -506,6 +506,36 @@ def test_a_read_that_was_out_for_long_when_the_agent_took_over_is_repeated(
     stand.end()
 
 
+@pytest.mark.parametrize(("waited_s", "flags"), [(0.45, 0), (0.55, FLAG_RETRY)])
+def test_a_read_that_was_out_for_long_when_another_map_came_is_repeated(
+    stand: Stand, waited_s: float, flags: int
+) -> None:
+    stand.ask(0, 2)
+    stand.pass_time(waited_s * PATIENCE_S)
+    stand.new_map()
+    stand.pass_time(0.0)
+    assert reasons(stand) == {"yielded": 1}
+    stand.core.reads.prefetch(stand.now, NAMESPACE, [key_of(2)], stand.now + 0.5)
+    sent = [frame for _, frame in stand.core.requester.frames_to_send()]
+    assert [(frame.key, frame.flags) for frame in sent] == [(key_of(2), flags)]
+    stand.bring(2)
+    stand.end()
+
+
+def test_that_the_agent_took_a_read_over_is_no_reason_to_repeat_two(stand: Stand) -> None:
+    """The agent's READ is a repeat, and its answer says nothing of a third."""
+    stand.ask(0, 2)
+    stand.pass_time(0.55 * PATIENCE_S)
+    reads, requester = stand.core.reads, stand.core.requester
+    for flags in (FLAG_RETRY, 0):
+        reads.prefetch(stand.now, NAMESPACE, [key_of(2)], stand.now + 0.5)
+        sent = [frame for _, frame in requester.frames_to_send()]
+        assert [(frame.key, frame.flags) for frame in sent] == [(key_of(2), flags)]
+        stand.bring(2)
+        stand.store.drop(block_of(2))
+    stand.end()
+
+
 def test_late_chunks_after_a_question_was_handed_over_are_written_nowhere(stand: Stand) -> None:
     stand.ask(0, 2)
     stand.receive(frame_of(2, 0))
