@@ -35,6 +35,7 @@ from kvcast.hostagent.connectors.agent_link import (
     AgentLink,
     UnreachableError,
 )
+from kvcast.hostagent.connectors.checks import Checkers, Checks
 from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.loads import LoadTable, OpenLoad
 from kvcast.hostagent.connectors.naming import NamespaceName, keys_of
@@ -179,6 +180,7 @@ class Link(AgentLink):
         self._counters = counters
         self._saves: asyncio.Semaphore | None = None
         self._turns = Turns()
+        self._checkers = Checkers()
         self._namespace_name: NamespaceName | None = None
         self._nodes: tuple[str, ...] = ()
         self._group = 0
@@ -203,6 +205,11 @@ class Link(AgentLink):
                 memory.use_arena((await self._connected()).arena)
 
         self._do(say)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """As `AgentLink.close`."""
+        super().close(timeout_s)
+        self._checkers.close()
 
     async def _ready(self) -> tuple[AsyncClient, int]:
         """A client, and the namespace's number."""
@@ -449,43 +456,55 @@ class Link(AgentLink):
         client, namespace = await self._ready()
         parts, keys = list(some), list(some.values())
         left_s = max(opened.deadline - time.monotonic(), 0.001)
+        corrupt: list[bytes] = []
+
+        def landed(place: int, block: Block, right: bool) -> None:
+            if right:
+                self._copy(opened, memory, parts[place], block)
+            else:
+                self._counters.add("corrupt_blocks")
+                opened.missed(parts[place], "corrupt")
+                corrupt.append(keys[place])
+
+        async def drop_corrupt() -> None:
+            while corrupt:
+                await self._drop(client, namespace, corrupt.pop())
+
+        checks = Checks(self._checkers, landed, verify=self._options.verify)
         arrivals = client.get_each(namespace, keys, left_s, group=self._group, expect=expect)
         async with contextlib.aclosing(arrivals):
-            async for place, outcome in arrivals:
-                part = parts[place]
-                if outcome.block is None:
-                    opened.missed(part, outcome.reason or outcome.status)
-                    if outcome.reason == "corrupt":
-                        await self._drop(client, namespace, keys[place])
-                else:
-                    index = part // opened.groups
-                    tier = TIERS.index(outcome.block.tier)
-                    tiers[index] = max(tiers[index], tier)
-                    meter.came(time.monotonic(), 1 / opened.groups, near=tier < NOT_NEAR)
-                    if not self._take(opened, memory, part, outcome.block):
-                        await self._drop(client, namespace, keys[place])
-                if opened.ended or opened.complete:
-                    break
+            with contextlib.closing(checks):
+                async for place, outcome in arrivals:
+                    part = parts[place]
+                    if outcome.block is None:
+                        opened.missed(part, outcome.reason or outcome.status)
+                        if outcome.reason == "corrupt":
+                            corrupt.append(keys[place])
+                    else:
+                        index = part // opened.groups
+                        tier = TIERS.index(outcome.block.tier)
+                        tiers[index] = max(tiers[index], tier)
+                        meter.came(time.monotonic(), 1 / opened.groups, near=tier < NOT_NEAR)
+                        if outcome.block.size_bytes == memory.part_bytes[part % opened.groups]:
+                            checks.add(place, outcome.block)
+                        else:
+                            outcome.block.release()
+                            opened.missed(part, "wrong_size")
+                    await drop_corrupt()
+                    if opened.ended or opened.complete:
+                        break
+                checks.finish()
+                await drop_corrupt()
 
-    def _take(self, opened: OpenLoad, memory: EngineMemory, part: int, block: Block) -> bool:
-        """Copy a block into the engine's memory; False if its bytes are not what was stored."""
-        group = part % opened.groups
-        with block:
-            if block.size_bytes != memory.part_bytes[group]:
-                opened.missed(part, "wrong_size")
-                return True
-            if self._options.verify and not block.verify():
-                self._counters.add("corrupt_blocks")
-                opened.missed(part, "corrupt")
-                return False
-            block_id = self._block_id(opened.load.block_ids, memory, part)
+    def _copy(self, opened: OpenLoad, memory: EngineMemory, part: int, block: Block) -> None:
+        """Copy a block into the engine's memory."""
+        block_id = self._block_id(opened.load.block_ids, memory, part)
 
-            def copy() -> None:
-                memory.write(group, block_id, block.data)
-                memory.settle()
+        def write() -> None:
+            memory.write(part % opened.groups, block_id, block.data)
+            memory.settle()
 
-            opened.write(part, copy)
-            return True
+        opened.write(part, write)
 
     async def _drop(self, client: AsyncClient, namespace: int, key: bytes) -> None:
         """Have a block forgotten whose bytes are wrong, so that it can be saved again."""

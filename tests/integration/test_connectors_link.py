@@ -19,6 +19,7 @@ from unittest.mock import Mock
 import pytest
 from hostagent_harness import MIB
 from kvcast.hostagent.client import Client
+from kvcast.hostagent.connectors import checks
 from kvcast.hostagent.connectors.agent_link import TELL_S
 from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.link import Link, LinkOptions, Turns
@@ -155,6 +156,15 @@ def of(memory: Memory, ids: Any = IDS) -> list[list[bytes]]:
     ]
 
 
+@pytest.fixture(params=[0, 2], ids=["checks here", "checks in threads"])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """By how many threads of a link blocks are checked, however small."""
+    count: int = request.param
+    monkeypatch.setattr(checks, "THREADS", count)
+    monkeypatch.setattr(checks, "LEAST_BYTES", 0)
+    return count
+
+
 @pytest.fixture
 def nodes() -> Iterator[Callable[..., Node]]:
     made: list[Node] = []
@@ -169,7 +179,7 @@ def nodes() -> Iterator[Callable[..., Node]]:
 
 
 async def test_what_one_saves_another_loads_elsewhere_in_its_memory(
-    tmp_path: Path, nodes: Callable[..., Node]
+    tmp_path: Path, nodes: Callable[..., Node], threads: int
 ) -> None:
     async with running_pool(tmp_path, 3) as (pool, _):
 
@@ -400,7 +410,7 @@ async def test_a_prefix_comes_up_to_its_first_gap(
 
 
 async def test_more_than_the_arena_takes_at_once_goes_in_windows(
-    tmp_path: Path, nodes: Callable[..., Node]
+    tmp_path: Path, nodes: Callable[..., Node], threads: int
 ) -> None:
     async with running_pool(tmp_path, 2, arena_bytes=6 * MIB) as (pool, _):
 
@@ -582,7 +592,7 @@ async def test_a_load_that_is_given_up_as_its_turn_comes_leaves_it_to_the_next()
 
 
 async def test_nothing_is_written_after_the_report(
-    tmp_path: Path, nodes: Callable[..., Node]
+    tmp_path: Path, nodes: Callable[..., Node], threads: int
 ) -> None:
     async with running_pool(tmp_path, 2) as (pool, _):
 
@@ -656,7 +666,7 @@ async def test_ranks_that_hold_the_same_bytes_read_as_a_group(
 
 
 async def test_bytes_that_changed_in_the_arena_are_not_loaded_and_make_room_for_right_ones(
-    tmp_path: Path, nodes: Callable[..., Node]
+    tmp_path: Path, nodes: Callable[..., Node], threads: int
 ) -> None:
     async with running_pool(tmp_path, 1, replicas=0) as (pool, _):
 
