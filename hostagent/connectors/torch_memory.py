@@ -213,11 +213,12 @@ class _Device:
             warnings.simplefilter("ignore")  # blocks are read-only, and are only read
             host = torch.frombuffer(piece, dtype=engine.dtype).reshape(engine.shape)
         whole = self._pages is None or _in_one_piece(host)
+        later = self._stream is not None  # else nobody would wait for it
         with self._on_stream():
             if into_engine:
-                engine.copy_(host if whole else host.clone(), non_blocking=True)
+                engine.copy_(host if whole else host.clone(), non_blocking=later)
             elif whole:
-                host.copy_(engine, non_blocking=True)
+                host.copy_(engine, non_blocking=later)
             else:
                 host.copy_(engine.cpu())
 
