@@ -277,10 +277,12 @@ class Recovery:
                 *(block, entry.size_bytes, entry.offset, COMMITTED, entry.digest),
                 room_bytes=entry.reserved_bytes,
             )
-        if copy is None:
-            self._refuse(entry.slot)
-            return None
         self._known[entry.slot] = 1
+        if copy is None:
+            self.counters.entries_refused += 1
+            # Not cleared: clients may hold it, and their pins say only where it stood.
+            self._index.withdraw(entry.cell)
+            return None
         copy.home = self._pool.is_home(block)
         self._shared.adopt(copy, entry.cell)
         self._greatest = max(self._greatest, entry.order)

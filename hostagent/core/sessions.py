@@ -140,9 +140,9 @@ class Session:
                 copy = recovery.hold_cell(cell)
                 if copy is not None:
                     by_itself[cell] = copy
+        self._region.rows = places
         for cell, copy in by_itself.items():
             shared.restore(self._region, cell, copy)
-        self._region.rows = places
         shared.join(self._region)
 
     def resume(

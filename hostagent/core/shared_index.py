@@ -231,6 +231,8 @@ class SharedIndex:
         """This client has that copy pinned by itself, and the store knows of it."""
         region.held[cell] = copy
         region.held_bytes += copy.reserved_bytes
+        if copy.cell != cell:
+            self._note(region, cell, copy)
 
     def _let_go(self, region: Region, cell: int) -> None:
         copy = region.held.pop(cell)

@@ -696,6 +696,42 @@ def test_a_copy_withdrawn_in_the_moment_of_death_is_known_by_its_tombstone() -> 
     assert bytes(data) == content(5, SLAB_BYTES)
 
 
+def test_what_clients_hold_of_a_namespace_that_is_gone_stays_for_every_agent_that_comes() -> None:
+    other = [NamespaceInfo(1, "other", "m", "2", "l"), NAMESPACES[1]]
+    machine = Machine()
+    machine.fill(range(16))
+    guests = [Guest(machine, 1), Guest(machine, 2)]
+    for guest in guests:
+        guest.pin_by_itself(5)
+    copy = machine.store.peek(block(5))
+    assert copy is not None
+
+    def stays() -> bool:
+        data = machine.memory[copy.offset : copy.offset + SLAB_BYTES]
+        return bytes(data) == content(5, SLAB_BYTES)
+
+    machine.start(other)
+    for guest in guests:
+        guest.reborn([])
+    machine.recover()
+    guests.pop(0).session.close()
+    for number in range(100, 400):  # its place in the index is others' by then
+        machine.put(number, SLAB_BYTES, namespace=2)
+    assert stays(), "one of the two holds it still"
+    assert machine.index.tombstone(copy.cell) is None
+    for _ in range(2):
+        machine.start(other)
+        guests[0].reborn([])
+        machine.recover()
+        for number in range(400, 430):
+            machine.put(number, SLAB_BYTES, namespace=2)
+        assert stays()
+    guests[0].region.cast("Q")[shared.CELLS_WORD] = 0
+    for number in range(500, 530):
+        machine.put(number, SLAB_BYTES, namespace=2)
+    assert not stays()
+
+
 def test_a_put_that_was_begun_ends_at_the_next_agent() -> None:
     machine = Machine()
     guest = Guest(machine)
