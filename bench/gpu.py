@@ -37,13 +37,12 @@ import json
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from kvcast.bench.engines.command import add_options, measured
-from kvcast.bench.engines.engine import Engine, EngineError, Prompt, make_model, transfer
+from kvcast.bench.engines.engine import Engine, Prompt, make_model, transfer
 from kvcast.bench.engines.process import DEFAULTS
 from kvcast.service import provenance
 from kvcast.service.commands import CommandError, run_command
@@ -90,7 +89,9 @@ SHAPES: Final = {
 """Of Llama 3.1 8B; vLLM fills such a model with random weights."""
 
 
-def _engine_options(model: str, python: Path, folder: Path, prefixes: Sequence[int]) -> Any:
+def _engine_options(
+    model: str, python: Path, folder: Path, prefixes: Sequence[int]
+) -> dict[str, Any]:
     longest = max(prefixes) + 64
     options: dict[str, Any] = {"max_model_len": longest, "max_num_batched_tokens": longest}
     if model in TINY:
@@ -115,17 +116,6 @@ async def _seconds(engine: Engine, prompt: Prompt) -> tuple[float, dict[str, Any
     return answer["seconds"], answer
 
 
-async def _saved(engine: Engine, blocks: int) -> None:
-    end = time.monotonic() + SAVED_S
-    while time.monotonic() < end:
-        await engine.generate([[3]], 1)  # in one process, news of saves come with steps
-        stats = await engine.stats()
-        if stats.get("save_blocks", 0) >= blocks:
-            return
-        await asyncio.sleep(0.1)
-    raise EngineError(f"{blocks} blocks did not reach the pool: {stats}")
-
-
 async def _measure(
     engines: dict[str, Engine], prefix: int, rounds: int, block_tokens: int, saved_blocks: int
 ) -> dict[str, Any]:
@@ -137,7 +127,7 @@ async def _measure(
         "own_cache": [(await _seconds(first, one))[0] for one in prompts],
     }
     expected = [(await first.generate([one], TOKENS))[0] for one in prompts]
-    await _saved(first, saved_blocks + rounds * (prefix // block_tokens))
+    await first.saved(saved_blocks + rounds * (prefix // block_tokens), SAVED_S)
     wrong = partly = 0
     for name in [one for one in engines if one != FIRST]:
         times[name] = []
@@ -191,7 +181,7 @@ async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str
         for name, engine in engines.items():
             for prefix in prefixes:  # kernels are compiled for what they are first asked for
                 await engine.generate([_prompt(f"warm {prefix} {name}", prefix)], 1)
-        await _saved(engines[FIRST], sum(prefix // block_tokens for prefix in prefixes))
+        await engines[FIRST].saved(sum(prefix // block_tokens for prefix in prefixes), SAVED_S)
         cases: list[dict[str, Any]] = []
         so_far |= {
             "model": arguments.model,
@@ -246,13 +236,26 @@ def build_parser() -> argparse.ArgumentParser:
         help="8b: Llama 3.1 8B's shapes with random weights (16 GB on the GPU for each engine); "
         f"{', '.join(TINY)}: tiny, for CPUs; else a model's folder",
     )
-    parser.add_argument("--prefixes", type=int, nargs="+", default=list(PREFIXES), metavar="TOKENS")
+    parser.add_argument(
+        "--prefixes", type=int, nargs="+", default=list(PREFIXES), metavar="TOKENS", help="lengths"
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="prompts of each length")
-    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument(
+        "--ways",
+        nargs="*",
+        default=list(WAYS),
+        choices=list(WAYS),
+        help="how prompts are loaded, by an engine each",
+    )
     parser.add_argument(
         "--kv-gib", type=float, default=12.0, help="each engine's KV memory, in GiB: all prompts"
     )
-    parser.add_argument("--arena-gib", type=float, default=24.0, help="each agent's DRAM, in GiB")
+    parser.add_argument(
+        "--arena-gib",
+        type=float,
+        default=24.0,
+        help="each of two agents' DRAM, in GiB; page-locking takes all of it",
+    )
     add_options(parser)
     return parser
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import subprocess
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -145,6 +146,18 @@ class Engine:
             name.removeprefix("vllm:kvcast_").replace("_total", ""): value
             for name, value in totals.items()
         }
+
+    async def saved(self, blocks: int, timeout_s: float = 30.0) -> None:
+        """Wait until it has saved so many blocks since its start."""
+        end = time.monotonic() + timeout_s
+        stats: dict[str, float] = {}
+        while time.monotonic() < end:
+            await self.generate([[3]], 1)  # in one process, news of saves come with steps
+            stats = await self.stats()
+            if stats.get("save_blocks", 0) >= blocks:
+                return
+            await asyncio.sleep(0.1)
+        raise EngineError(f"{blocks} blocks did not reach the pool: {stats}")
 
     async def hashes(self, prompt: Prompt) -> list[bytes]:
         """vLLM's hashes of the prompt's full blocks."""

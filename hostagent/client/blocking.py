@@ -96,8 +96,7 @@ class Client:
 
     @property
     def arena(self) -> memoryview:
-        """The agent's arena, in which all blocks lie, read-only, shape (arena_bytes,), format "B";
-        the same view until another agent's arena takes its place."""
+        """As `AsyncClient.arena`."""
         return self._conversation.arena
 
     def near(self, namespace: int, keys: Sequence[bytes]) -> int:

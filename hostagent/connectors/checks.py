@@ -10,6 +10,7 @@ processors to spare, large blocks are checked by some threads beside the one tha
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +23,8 @@ THREADS: Final = min(4, len(os.sched_getaffinity(0)) // 4)
 """Of one link. 0: who has blocks copied checks them, too."""
 LEAST_BYTES: Final = 128 * 1024
 """Smaller blocks are checked sooner than given to another thread."""
+
+_log = logging.getLogger("kvcast.connector")
 
 
 class Checkers:
@@ -56,6 +59,8 @@ class Checks:
 
     def add(self, place: int, block: Block) -> None:
         """Take a block over. Raises what `landed` has raised for an earlier one."""
+        if self._failed is not None:
+            block.release()
         self._raise()
         threads = self._checkers.threads
         if not self._verify or threads is None or block.size_bytes < LEAST_BYTES:
@@ -74,7 +79,9 @@ class Checks:
         self._raise()
 
     def close(self) -> None:
-        """Release what has not landed."""
+        """Release what has not landed; whoever was not told of a failure finds it in the log."""
+        if self._failed is not None:
+            _log.error("a block could not be copied", exc_info=self._failed)
         while self._under_way:
             _, block, check = self._under_way.popleft()
             check.cancel()

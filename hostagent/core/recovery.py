@@ -6,7 +6,7 @@ who still holds what (`sessions` restores that).
 
 An entry is taken over under three conditions: it proves itself by its check; its namespace means to
 the pool what it meant to the former agent; and its extent is one of the allocator's, which no other
-entry has. All other entries are cleared away, and counted.
+entry has. All other entries are cleared away, or withdrawn if they prove themselves, and counted.
 
 The bytes of a copy that was taken over are *doubtful* until their digest has been made and
 compared. That happens in the background, or before the copy is given to anybody. A copy that fails

@@ -84,9 +84,7 @@ try:
     raise AssertionError("blocks that do not fit")
 except LayoutError:
     pass
-print("right")
-if "cuda" in DEVICES:
-    print("on a GPU, too")
+print("on", *DEVICES, "right")
 """
 
 
@@ -94,4 +92,4 @@ def test_blocks_go_through_bytes_whatever_the_order_of_layers_in_memory() -> Non
     done = subprocess.run(
         [str(PYTHON), "-c", _CHECK], capture_output=True, timeout=280, check=False
     )
-    assert "right\n" in done.stdout.decode(), done.stderr.decode()[-3000:]
+    assert done.stdout.decode().endswith("right\n"), done.stderr.decode()[-3000:]

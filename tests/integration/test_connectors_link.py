@@ -207,6 +207,24 @@ async def test_what_one_saves_another_loads_elsewhere_in_its_memory(
         await asyncio.to_thread(play)
 
 
+async def test_an_engines_memory_hears_where_blocks_lie_before_there_is_any(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 1) as (pool, _):
+
+        def play() -> None:
+            node, memory, other = nodes(pool.sockets["node-1"]), Memory(1), Memory(None)
+            node.link.prepare(memory)
+            assert node.link.node_id() == "node-1"  # by the same thread, and so afterwards
+            arena = memory.arena
+            node.save(hashes("a", 2), memory, IDS)
+            node.load(hashes("a", 2), other, IDS)
+            assert memory.arena is other.arena is arena
+            assert bytes(memory.parts[IDS[1][1]][2]) in bytes(arena)
+
+        await asyncio.to_thread(play)
+
+
 async def test_parts_reach_the_pool_as_their_layers_are_computed_and_the_probe_last(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:

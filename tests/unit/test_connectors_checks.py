@@ -100,18 +100,25 @@ async def test_small_blocks_and_those_that_nobody_checks_go_to_no_thread() -> No
     assert landing.threads.asked == unchecked.threads.asked == closed.threads.asked == 0
 
 
-@pytest.mark.parametrize("waits", [False, True], ids=["at the end", "while nothing comes"])
-async def test_a_copy_that_fails_is_told_and_the_rest_is_released(waits: bool) -> None:
+@pytest.mark.parametrize("told", ["at the end", "with the next", "by the log"])
+async def test_a_copy_that_fails_is_told_and_the_rest_is_released(
+    told: str, caplog: pytest.LogCaptureFixture
+) -> None:
     landing = Landing(fails_at=1)
     for place in range(4):
         landing.add(place)
-    if waits:
+    if told == "at the end":
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            landing.checks.finish()
+    else:
         await asyncio.sleep(0)
-    with pytest.raises(RuntimeError, match="the device is lost"):
-        landing.checks.finish()
+    if told == "with the next":
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            landing.add(4)
     landing.checks.close()
     assert landing.landed == [(0, True)]
-    assert landing.released == [0, 1, 2, 3]
+    assert sorted(landing.released) == list(range(5 if told == "with the next" else 4))
+    assert caplog.messages == (["a block could not be copied"] if told == "by the log" else [])
 
 
 async def test_a_load_that_is_given_up_releases_what_has_not_landed() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kvcast.hostagent.connectors import torch_memory
-from kvcast.hostagent.connectors.torch_memory import _in_one_piece, _LockedPages
+from kvcast.hostagent.connectors.torch_memory import _Device, _in_one_piece, _LockedPages
 
 PIECE = 1 << 20
 BYTES = 7 * PIECE // 2
@@ -33,7 +33,9 @@ class Runtime:
         self.locked: dict[int, int] = {}
         self.most = most
         self.cuda = types.SimpleNamespace(
-            cudart=lambda: self, device=lambda _: contextlib.nullcontext()
+            cudart=lambda: self,
+            device=lambda _: contextlib.nullcontext(),
+            Stream=lambda _: object(),
         )
 
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:  # noqa: N802
@@ -120,6 +122,22 @@ def test_an_arena_that_cannot_be_locked_is_said_and_used_as_far_as_it_is(
     _, other = arena_of()
     use(pages, other)
     assert runtime.bytes_locked == {range_of(other)}, "what was locked of the first is not"
+
+
+@pytest.mark.parametrize(
+    ("kind", "lock_pages", "locks"),
+    [("cuda", True, True), ("cuda", False, False), ("xpu", True, False)],
+)
+def test_pages_are_locked_for_a_gpu_unless_the_operator_says_no(
+    kind: str, lock_pages: bool, locks: bool
+) -> None:
+    runtime = Runtime()
+    device: Any = _Device(runtime, types.SimpleNamespace(type=kind), lock_pages=lock_pages)
+    _, view = arena_of()
+    device.use_arena(view)
+    if locks:
+        device._pages._thread.join(30)
+    assert runtime.bytes_locked == ({range_of(view)} if locks else set())
 
 
 def test_what_lies_in_two_pieces_is_known() -> None:
