@@ -713,6 +713,8 @@ class SimAgent(Process):
         """Send and call what the core wants sent and called; to be done after any event."""
         core = self.core
         core.requester.check()
+        if self.courier is not None:
+            self.courier.check()
         if core.outbox.waits:
             if self.rdma is not None:
                 self.rdma.take()

@@ -309,11 +309,13 @@ class Stand:
 
     def settle(self) -> None:
         """What the courier has done is booked, and its clients hear of it."""
+        self.courier.check()
         self._hear_conveyor()
         known = self.left_behind()
         self.courier.book(self.now)
         for number, answer in self.courier.take_answers():
             self._told(self.numbers.index(number), answer)
+        self.courier.check()
         for found in (known, self.left_behind()):
             for session, held in zip(self.sessions, self.held, strict=True):
                 for handle, (block, offset, _) in held.items():

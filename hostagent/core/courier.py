@@ -193,6 +193,8 @@ class CourierCounters:
     """Clients that were cut off for what they said there."""
     conveyed_bytes: int = 0
     """Of blocks, by conveyors."""
+    impossible: int = 0
+    """Changes of a question's state that there are not: mistakes of ours."""
 
 
 @dataclass(slots=True, eq=False)
@@ -373,6 +375,9 @@ class Courier:
         mine.reset, mine.update, mine.digest = hashing
         self._reasons = (ctypes.c_uint64 * len(courier.REASONS))()
         mine.counters = ctypes.addressof(self._reasons)
+        may_become = courier.transition_bits()
+        self._kept.append(may_become)
+        mine.may_become = ctypes.addressof(may_become)
         self.read_bytes = 0
         """How long a READ is now,"""
         self.read_address: int = mine.read
@@ -597,6 +602,9 @@ class Courier:
     def prepare(self, now: float) -> None:
         """From now on the courier runs, until `book`."""
         self._now = now
+        if self._courier.impossible:
+            self.counters.impossible += 1
+            self._courier.impossible = 0
         self.lookups.prepare(self._outbox.pool)
         shunned = self._shunned
         if shunned and min(shunned.values()) <= now:
@@ -978,6 +986,12 @@ class Courier:
             for taker in self._takers:
                 if taker.node == told.home:
                     self.code.cut_off(self.address, ctypes.addressof(taker))
+
+    def check(self) -> None:
+        """Raise AssertionError where the state contradicts itself. For tests and simulations, after
+        any event."""
+        assert not self.counters.impossible, "a question's state has changed as it cannot"
+        courier.check(self._courier, self._holders)
 
     def values(self) -> dict[str, float]:
         """Totals by name."""

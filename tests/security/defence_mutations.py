@@ -139,14 +139,16 @@ def around(target: str, make: Callable[[Any], Any]) -> AbstractContextManager[ob
 
 
 def recompiled(
-    function: str, by: str, module: str = "kvcast.protocol.placement"
+    function: str, by: str, module: str = "kvcast.protocol.placement", package: str = ""
 ) -> AbstractContextManager[object]:
-    """Compile a module with one of its functions replaced by one of `native_mutations`."""
+    """Compile a module, or a package of which it is one, with one of its functions replaced by one
+    of `native_mutations`."""
     import native_mutations
 
+    compiled = f"{package or module}.compiled"
     return all_of(
         replaced(f"{module}.{function}", getattr(native_mutations, by)),
-        replaced(f"{module}.compiled", functools.cache(_found(f"{module}.compiled").__wrapped__)),
+        replaced(compiled, functools.cache(_found(compiled).__wrapped__)),
     )
 
 
@@ -609,7 +611,7 @@ COURIER_DIGEST = "as a home, sends bytes that are not the digest's"
     {COURIER_LOOKS: ["test_a_namespace_that_means_another_thing_is_not_looked_up"]},
 )
 def _courier_looks() -> AbstractContextManager[object]:
-    return recompiled("may_look_up", "any_namespace", COURIER)
+    return recompiled("may_look_up", "any_namespace", f"{COURIER}.permissions", COURIER)
 
 
 @mutation(
@@ -617,7 +619,7 @@ def _courier_looks() -> AbstractContextManager[object]:
     {COURIER_FORM: ["test_what_is_no_question_is_an_offence"]},
 )
 def _courier_form() -> AbstractContextManager[object]:
-    return recompiled("is_question", "any_message", COURIER)
+    return recompiled("is_question", "any_message", f"{COURIER}.hearing", COURIER)
 
 
 @mutation(
@@ -625,7 +627,7 @@ def _courier_form() -> AbstractContextManager[object]:
     {COURIER_SHARE: ["test_a_client_is_given_half_of_its_share_at_most"]},
 )
 def _courier_share() -> AbstractContextManager[object]:
-    return recompiled("may_be_given", "any_share", COURIER)
+    return recompiled("may_be_given", "any_share", f"{COURIER}.permissions", COURIER)
 
 
 @mutation(
@@ -633,7 +635,7 @@ def _courier_share() -> AbstractContextManager[object]:
     {COURIER_NODE: ["test_data_of_another_node_or_copy_is_not_taken"]},
 )
 def _courier_node() -> AbstractContextManager[object]:
-    return recompiled("is_asked", "any_node_asked", COURIER)
+    return recompiled("is_asked", "any_node_asked", f"{COURIER}.arrivals", COURIER)
 
 
 @mutation(
@@ -641,7 +643,7 @@ def _courier_node() -> AbstractContextManager[object]:
     {COURIER_DIGEST: ["test_bytes_that_are_not_the_digests_are_handed_over"]},
 )
 def _courier_digest() -> AbstractContextManager[object]:
-    return recompiled("is_right", "any_digest", COURIER)
+    return recompiled("is_right", "any_digest", f"{COURIER}.arrivals", COURIER)
 
 
 CONVEYOR = "kvcast.protocol.conveyor"
@@ -668,7 +670,7 @@ def _conveyor_asks() -> AbstractContextManager[object]:
     {CONVEYOR_BRINGS: ["test_a_reply_that_answers_no_request_ends_a_conveyor"]},
 )
 def _conveyor_brings() -> AbstractContextManager[object]:
-    return recompiled("is_reply", "any_reply", COURIER)
+    return recompiled("is_reply", "any_reply", f"{COURIER}.conveyed", COURIER)
 
 
 @mutation(
@@ -676,7 +678,7 @@ def _conveyor_brings() -> AbstractContextManager[object]:
     {CONVEYOR_BRINGS: ["test_the_end_of_another_copy_than_the_one_begun_is_handed_over"]},
 )
 def _conveyor_copies() -> AbstractContextManager[object]:
-    return recompiled("is_of", "of_any_copy", COURIER)
+    return recompiled("is_of", "of_any_copy", f"{COURIER}.conveyed", COURIER)
 
 
 LOOKUPS = "kvcast.protocol.lookups"

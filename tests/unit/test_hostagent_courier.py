@@ -7,6 +7,7 @@ and the wait (`test_hostagent_courier_pool`), and orders of events that nobody t
 
 from __future__ import annotations
 
+import ctypes
 from unittest import mock
 
 import pytest
@@ -39,6 +40,7 @@ from kvcast.hostagent.core.spread import BUSY_PERCENT
 from kvcast.hostagent.core.store import StoreRules
 from kvcast.hostagent.tiers.counting_filter import CountingFilter
 from kvcast.hostagent.tiers.ledger import HANDLE, LEDGER_BYTES, MOMENT_BYTES, Ledger, Row
+from kvcast.native.subset import Library
 from kvcast.protocol.conveyor import GATHER_BYTES, GIVEN_HERE, REPLY
 from kvcast.protocol.courier import (
     BATCHES,
@@ -48,6 +50,8 @@ from kvcast.protocol.courier import (
     MOST_REPAIRS,
     REASONS,
     RECORDS,
+    AskedState,
+    become,
 )
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.control import (
@@ -939,6 +943,50 @@ def test_the_requester_learns_of_reads_by_the_courier(stand: Stand) -> None:
     stand.end()
 
 
+# --- the state of a question ------------------------------------------------------------------
+
+
+def test_a_change_that_cannot_be_is_counted_and_found(stand: Stand) -> None:
+    stand.ask(0, 2)
+    (question,) = (each for each in stand.courier._asked if each.state)
+    assert question.state == AskedState.ASKED
+    library = Library(become)
+    change = library.call(become)
+    change(stand.courier.address, ctypes.addressof(question), AskedState.ORDERED)
+    with pytest.raises(AssertionError, match="ASKED cannot become ORDERED"):
+        stand.courier.check()
+    stand.courier.prepare(stand.now)
+    assert stand.courier.values()["courier_impossible_total"] == 1
+    with pytest.raises(AssertionError, match="has changed as it cannot"):
+        stand.courier.check()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "complaint"),
+    [
+        ("state", AskedState.JOINED, "does not know of it"),
+        ("state", AskedState.GAPPED, "it lands at"),
+        ("state", AskedState.FREE, "it is in use"),
+        ("landing", 0, "it lands at 0"),
+        ("unread", 1, "0 READs are to be sent, not 1"),
+        ("until_ns", 1 << 60, "its time is overlooked"),
+        ("key", 7, "is found for its block"),
+        ("client", 1, "client 0"),
+        ("promised", 1, "client 0"),
+        ("batch", 3, "batch 3 waits for 0 of 1"),
+    ],
+)
+def test_what_contradicts_itself_is_found(
+    stand: Stand, field: str, value: int, complaint: str
+) -> None:
+    stand.ask(0, 2)
+    stand.courier.check()
+    (question,) = (each for each in stand.courier._asked if each.state)
+    setattr(question, field, value)
+    with pytest.raises(AssertionError, match=complaint):
+        stand.courier.check()
+
+
 # --- blocks of more than one segment ----------------------------------------------------------
 
 
@@ -1030,6 +1078,24 @@ def test_an_offer_is_waited_for_a_moment(large: Stand) -> None:
     large.pass_time(REORDER_S)
     assert reasons(large) == {"not_offered": 1}
     assert large.conveyor is None, "nothing is asked by a conveyor of who offers no other way"
+    large.end()
+
+
+@pytest.mark.parametrize("offered", [True, False])
+def test_a_large_block_goes_on_when_late_chunks_of_its_first_segment_are_there(
+    large: Stand, offered: bool
+) -> None:
+    large.ask(0, 12)
+    if offered:
+        large.receive(offer_of(12))
+    for chunk in (0, 63, 63, *range(1, 63)):
+        large.receive(frame_of(12, chunk, flags=FLAG_LAST if chunk == 63 else 0))
+    assert len(large.wanted) == offered
+    if not offered:
+        large.receive(offer_of(12))
+    large.reply()
+    assert large.given == 1
+    assert not large.core.requester.counters.reads_partial
     large.end()
 
 
