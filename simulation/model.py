@@ -721,7 +721,10 @@ class Model:
         self, port: int, frame: bytes, seen: Seen, sent: list[tuple[int, bytes]]
     ) -> None:
         where = seen.where
-        if seen.flags & _WRITE:
+        if seen.flags & _WRITE and (
+            # A block that nobody has put is never written; its key may be a damaged one.
+            seen.place not in self._read_by_write or self._versions.get((seen.namespace, seen.key))
+        ):
             self._read_by_write[seen.place] = where
         served = any((after := look(out)) is not None and after.op == _DATA for _, out in sent)
         if served:
