@@ -12,7 +12,7 @@ from typing import Any, Final
 from kvcast.native.subset import ctypes_of
 from kvcast.protocol.conveyor import NODES, REQUESTS, Expected, Taker
 from kvcast.protocol.courier.library import compiled
-from kvcast.protocol.courier.states import _S, AskedState
+from kvcast.protocol.courier.states import AskedState
 from kvcast.protocol.courier.structures import (
     BATCHES,
     HEADS,
@@ -26,7 +26,10 @@ from kvcast.protocol.courier.structures import (
 )
 from kvcast.protocol.placement import Copy, Table
 
-_HAS_LANDING: Final = (_S.RECEIVING, _S.GAPPED, _S.UNOFFERED, _S.CONVEYED)
+_HAS_LANDING: Final = (
+    *(AskedState.RECEIVING, AskedState.GAPPED),
+    *(AskedState.UNOFFERED, AskedState.CONVEYED),
+)
 
 
 def check(courier: Any, clients: Collection[int]) -> None:

@@ -77,16 +77,8 @@ def compiled() -> Compiled:
     """The compiled functions; made, or read from the cache on disk, when first asked for."""
     functions = (
         *(hear, frame_came, came, expire, yield_block, yield_all, leave, unask),
-        *(
-            reply_came,
-            block_came,
-            progressed,
-            cut_off,
-            next_read,
-            close_batch,
-            proves_itself,
-            asked_for,
-        ),
+        *(reply_came, block_came, progressed, cut_off, next_read),
+        *(close_batch, proves_itself, asked_for),
     )
     library = Library(*functions)
     return Compiled(*(library.call(function) for function in functions))

@@ -35,6 +35,8 @@ RECORDS_ENOUGH: Final = 640
 assert RECORDS >= RECORDS_ENOUGH + MAX_ASKED + MAX_MANY
 ANSWERS: Final = 512
 NOBODY: Final = 0xFFFF_FFFF
+
+# Why a question was not taken, or not to its end: the place of its counter.
 CLOSED: Final = 0
 NOT_READABLE: Final = 1
 NO_HOME: Final = 2
@@ -72,22 +74,29 @@ REASONS: Final = (
     *("no_conveyor", "company", "not_offered", "cut_off", "deadline"),
     *("given_up", "below"),
 )
+
+# What `hear` returns.
 NOTHING: Final = 0
 SEND_READ: Final = 1
 OFFENCE: Final = 2
+
+# Records.
 LANDED: Final = 1
 JOINED: Final = 2
 """One more client has the block of the LANDED before it."""
 RELEASED: Final = 3
 FAILED: Final = 4
+
 NO_OBJECTION: Final = len(REASONS)
 NO_READ: Final = (1 << 64) - 1
 """The round-trip time of what came without a READ."""
+
 NAMESPACE_AT: Final = KVCAST.offset_of("namespace")
 FLAGS_AT: Final = KVCAST.offset_of("flags")
 KEY_AT: Final = KVCAST.offset_of("key")
 DIGEST_AT: Final = KVCAST.offset_of("digest")
 TAG_AT: Final = KVCAST.offset_of("tag")
+
 NOWHERE: Final = 0xFFFF_FFFF
 """It has no landing place, and its answer goes into no batch."""
 SERIAL_BIT: Final = 1 << 63
@@ -95,17 +104,20 @@ ASKED_BITS: Final = 8
 assert MAX_ASKED <= 1 << ASKED_BITS
 HEADS_BITS: Final = 8
 assert HEADS == 1 << HEADS_BITS
+
 LANDING_FREE: Final = 1
 LANDING_TAKEN: Final = 2
 LANDING_BOOKED: Final = 3
 """A block has landed there: Python's, from the record on."""
 LANDING_PUSHED: Final = 4
 """A block is pushed there (`kvcast.protocol.pushing`)."""
+
 CLIENT_HERE: Final = 1
 CLIENT_GONE: Final = 2
 """It has hung up, or does not read its answers."""
 CLIENT_OFFENDS: Final = 3
 """It has said what no client of ours says."""
+
 SPREAD, SPREAD_AGAIN, BY_LOW, BY_NAMESPACE = shared.MULTIPLIERS
 
 
