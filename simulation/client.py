@@ -562,15 +562,20 @@ class Client:
             core = self.agent.core
             return core.pool is not None and core.pool.is_home(BlockId(*room.name))
 
-        def by_a_message(rooms: list[_Room]) -> None:
+        def at_home(rooms: list[_Room]) -> None:
+            """What a commit does here makes this host one of those that have the block."""
             for room in rooms:
                 if is_home(room):
-                    # What follows makes this host one of those that have the block.
                     model.acknowledged(host.number, host.memory_lives, room.name)
+
+        def by_a_message(rooms: list[_Room]) -> None:
+            at_home(rooms)
             number, life = self._number(), self._lives
             tickets = [room.ticket for room in rooms]
 
             def committed(reply: local.AgentReply) -> None:
+                if self._lives != life and isinstance(reply, local.Committed):
+                    at_home(rooms)  # another agent has done it, by a later map
                 ended(rooms, reply)
                 if self.keeps and (self._lives != life or isinstance(reply, local.Failed)):
                     # They were named to an agent that came after, perhaps as not put yet.

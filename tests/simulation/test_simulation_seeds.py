@@ -36,6 +36,7 @@ FAILED_WITH = {
     **dict.fromkeys((1300015, 1300016, 1300193, 1300442), ("operator",)),
     **dict.fromkeys((1262566, 1300441, 1540905), ("kept", "operator")),
     1550296: ("arenas",),
+    1660497: ("arenas", "kept"),
     1608991: ("kept",),
 }
 """The same, in runs with these features."""
