@@ -139,8 +139,12 @@ def _answered_elsewhere(
         return
     op = bytes_at(at)[_OP_AT]
     if op == OP_DATA:
-        courier.asked[number].home = source
+        asked = courier.asked[number]
+        home = 0 + asked.home
+        asked.home = source
         _answered(courier, number, at, length, now_ns)
+        if asked.state == AskedState.ASKED:  # it was not taken
+            asked.home = home
     elif op == OP_MISS:
         give_up(courier, number, MISSED)
 

@@ -24,6 +24,7 @@ from kvcast.protocol.courier.structures import (
     Client,
     Landing,
 )
+from kvcast.protocol.messages.wire import FLAG_SHARED
 from kvcast.protocol.placement import Copy, Table
 
 _HAS_LANDING: Final = (
@@ -88,7 +89,8 @@ def _check_asked(courier: Any, asked: Any, number: int) -> None:
         assert other.state not in (AskedState.FREE, AskedState.JOINED), "it waits in vain"
         blocks = {(each.namespace, each.key, each.rest_of_key) for each in (mine, other)}
         assert not joined or len(blocks) == 1, f"it waits for {blocks}"
-        assert joined or mine.home == other.home, "it follows another home's"
+        shared = other.flags & FLAG_SHARED  # then another home may have answered, and none follows
+        assert joined or shared or mine.home == other.home, "it follows another home's"
     if state in (AskedState.ORDERED, AskedState.CONVEYED):
         coming = set[int]()
         for taker in _at(courier.takers, Taker, NODES):

@@ -384,6 +384,17 @@ def test_what_a_switch_shares_of_another_home_is_taken(stand: Stand) -> None:
     stand.end()
 
 
+def test_of_another_home_what_was_asked_for_at_another_time_changes_nothing(stand: Stand) -> None:
+    stand.new_map(homes=(HOME, HOME + 1))
+    stand.pass_time(0.001)
+    stand.ask(0, 2)
+    stand.receive(frame_of(2, 0, code=1, flags=FLAG_SHARED), HOME_IP + 1)
+    stand.bring(2)
+    assert stand.given == 1, "the home that was asked is heard"
+    assert not reasons(stand)
+    stand.end()
+
+
 def test_a_miss_of_another_home_that_a_switch_shares_is_handed_over(stand: Stand) -> None:
     stand.new_map(homes=(HOME, HOME + 1))
     stand.pass_time(0.001)
