@@ -78,7 +78,7 @@ test: setup setup-shell lint ## lint, types and all tests; what needs root or BM
 	@$(BIN)/python -m pytest --numprocesses $(WORKERS) -m 'not alone'
 	@$(BIN)/python -m pytest -m alone
 
-test-engines: setup-engines ## engines share a pool: the same tokens, in time, whatever fails (some minutes)
+test-engines: setup-engines ## engines share a pool: the same tokens, in time, whatever fails (11 minutes)
 	@KVCAST_TEST_ENGINES=1 $(BIN)/python -m pytest tests/engines
 
 # One boot of three emulated machines, in which all tests that need RDMA verbs run.

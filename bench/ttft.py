@@ -95,7 +95,7 @@ from kvcast.topologies.star import Star
 
 PREFIXES: Final = (1024, 4096, 16_384)
 ENGINES: Final = (1, 2, 4)
-ROUNDS: Final = 2
+ROUNDS: Final = 3
 OWN_TOKENS: Final = 17
 BLOCK_TOKENS: Final = 128
 LINK_RATE: Final = 1e7
@@ -118,7 +118,7 @@ LATENESS_S: Final = (
     (0.3, 0.0, 0.0, 0.5),
 )
 """How late each rank of a group begins to load. An engine's steps are at most so far apart."""
-GROUP_ROUNDS: Final = 2
+GROUP_ROUNDS: Final = 3
 STORM_PROMPTS: Final = 8
 STORM_TOKENS: Final = 1024
 STORED_S: Final = 120.0
