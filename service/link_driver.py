@@ -123,6 +123,9 @@ class LinkDriver(asyncio.BufferedProtocol):
 
     def connection_made(self, base: asyncio.BaseTransport) -> None:
         transport = self._transport = cast(asyncio.Transport, base)  # uvloop's are no subclass
+        if self._is_over:  # it was given up when the loop was about to say this
+            transport.abort()
+            return
         try:
             self.link = self._opened(transport)
             self.link.wake = self.flush

@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -236,6 +237,21 @@ async def test_a_refused_connection_is_a_loss() -> None:
     )  # fmt: skip
     driver.connect(host, port, None)
     await asyncio.wait_for(core.ended, 60.0)
+
+
+async def test_a_connection_that_stands_when_it_was_given_up_is_closed() -> None:
+    core = Core()
+    driver = ConnectingDriver(
+        core, memoryview(bytearray(PIECE_BYTES)), lambda _transport: core,
+        changed=lambda: None, refused=fail,
+    )  # fmt: skip
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        driver.connect(*server.getsockname(), None)
+        driver.lost("given up")
+        await core.ended
+        transport = Mock(spec=asyncio.Transport)
+        driver.connection_made(transport)  # the loop had it on its list
+        transport.abort.assert_called_once_with()
 
 
 class Impassive:
