@@ -648,6 +648,7 @@ class SsdTier:
             if copy is None:
                 copy = store.next_to_leave(may, namespace)
             if copy is None:
+                store.when_freed = self._ask_for_step  # all the rest may be pinned
                 return False
             if passing or self._lies_there(copy):
                 self.counters.demotions_clean += 1

@@ -404,6 +404,8 @@ class Store:
         """Set while there is something left to recover."""
         self.below: Below = _NothingBelow()
         self.beyond: Beyond | None = None
+        self.when_freed: Callable[[], None] | None = None
+        """Called once, when a copy has no pins any more."""
         self.counters = StoreCounters()
         self._default_quota = default_quota_bytes
         self._quotas = dict(quotas or {})
@@ -815,6 +817,9 @@ class Store:
             else:
                 self._make_evictable(copy)
                 self._namespaces[copy.block.namespace].policy.freed(copy.block)
+                if self.when_freed is not None:
+                    told, self.when_freed = self.when_freed, None
+                    told()
 
     def drop(self, block: BlockId) -> bool:
         """Forget a block, below, too; whether it was held."""

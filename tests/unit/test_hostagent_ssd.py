@@ -336,6 +336,25 @@ def test_what_is_used_while_it_is_written_stays_and_is_clean() -> None:
     assert bench.tier.counters.demotions_room > written
 
 
+def test_what_was_pinned_goes_down_when_it_is_released_and_nothing_else_happens() -> None:
+    bench = Bench()
+    for number in range(14):
+        bench.store.pin(bench.put(number))
+    bench.work()
+    assert not bench.tier.is_behind
+    assert bench.tier.counters.demotions_room == 0
+    woken = []
+    bench.tier.wake = lambda: woken.append(True)
+    for number in range(14):
+        copy = bench.store.known(block(number))
+        assert copy is not None
+        bench.store.unpin(copy)
+    assert woken
+    bench.work()
+    assert bench.tier.counters.demotions_room == 6, "until half of DRAM is free"
+    assert bench.tier.counters.left_unwritten == 0
+
+
 def test_a_disk_that_is_too_slow_costs_blocks_and_no_put() -> None:
     bench = Bench()
     for number in range(60):
