@@ -118,7 +118,7 @@ LATENESS_S: Final = (
     (0.3, 0.0, 0.0, 0.5),
 )
 """How late each rank of a group begins to load. An engine's steps are at most so far apart."""
-GROUP_ROUNDS: Final = 3
+GROUP_ROUNDS: Final = 2
 STORM_PROMPTS: Final = 8
 STORM_TOKENS: Final = 1024
 STORED_S: Final = 120.0
