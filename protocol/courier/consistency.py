@@ -86,7 +86,6 @@ def _check_asked(courier: Any, asked: Any, number: int) -> None:
         joined = state == AskedState.JOINED
         first = other.first_joiner if joined else other.first_follower
         assert number in _listed(asked, first), f"{mine.leader} does not know of it"
-        assert other.state not in (AskedState.FREE, AskedState.JOINED), "it waits in vain"
         blocks = {(each.namespace, each.key, each.rest_of_key) for each in (mine, other)}
         assert not joined or len(blocks) == 1, f"it waits for {blocks}"
         shared = other.flags & FLAG_SHARED  # then another home may have answered, and none follows

@@ -120,7 +120,6 @@ def begin_question(courier: Courier, client: U64, q: Question, room: U64, now_ns
     asked.first_follower = 0 + NOWHERE
     asked.batch = 0 + NOWHERE
     asked.landing = 0 + NOWHERE
-    asked.unread = 0
     asked.serial = 0
     asked.client = client
     asked.number = q.number

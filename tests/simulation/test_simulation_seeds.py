@@ -12,8 +12,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from kvcast.hostagent.core.courier import Courier
 from kvcast.simulation import command
 from kvcast.simulation.cluster import Product
 from kvcast.simulation.faults import FAULTS
@@ -66,6 +68,12 @@ def test_no_invariant_is_violated(product: Product, seed: int) -> None:
 def test_no_invariant_is_violated_with_a_feature(product: Product, seed: int) -> None:
     outcome = run_seed(seed, product, Mask(features=frozenset(FAILED_WITH[seed])))
     assert outcome.violation is None, outcome.violation
+
+
+def test_every_run_looks_at_the_couriers_tables(product: Product) -> None:
+    with mock.patch.object(Courier, "check", side_effect=AssertionError("it looks")):
+        outcome = run_seed(1, product)
+    assert outcome.violation == (0, "AssertionError: it looks")
 
 
 def test_a_seed_is_the_same_run_every_time(product: Product) -> None:

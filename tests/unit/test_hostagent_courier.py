@@ -8,6 +8,7 @@ and the wait (`test_hostagent_courier_pool`), and orders of events that nobody t
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -991,11 +992,77 @@ def test_what_contradicts_itself_is_found(
     stand: Stand, field: str, value: int, complaint: str
 ) -> None:
     stand.ask(0, 2)
-    stand.courier.check()
     (question,) = (each for each in stand.courier._asked if each.state)
-    setattr(question, field, value)
+    is_found(stand, question, field, value, complaint)
+
+
+def is_found(stand: Stand, where: Any, field: str, value: int, complaint: str) -> None:
+    """A contradiction is found, and is none any more afterwards."""
+    before = getattr(where, field)
+    setattr(where, field, value)
     with pytest.raises(AssertionError, match=complaint):
         stand.courier.check()
+    setattr(where, field, before)
+    stand.courier.check()
+
+
+def questions(stand: Stand, state: AskedState) -> list[Any]:
+    stand.courier.check()
+    return [each for each in stand.courier._asked if each.state == state]
+
+
+def test_contradictions_of_what_is_being_received_are_found(stand: Stand) -> None:
+    for block in (2, 3):
+        stand.ask(0, block)
+        stand.receive(frame_of(block, 0))
+    one, other = questions(stand, AskedState.RECEIVING)
+    is_found(stand, stand.courier._landings[one.landing], "state", 1, "it lands where")
+    is_found(stand, one, "serial", one.serial + 1, "its copy is another")
+    is_found(stand, one, "serial", other.serial, "its copy is another")
+    is_found(stand, one, "next_alike", 200, "are found by their keys")
+    is_found(stand, stand.courier._courier, "in_flight", 3, "in flight")
+    stand.end()
+
+
+def test_contradictions_of_what_waits_with_others_are_found(many: Stand) -> None:
+    many.ask(0, 2)
+    many.ask(1, 2)
+    (joined,) = questions(many, AskedState.JOINED)
+    is_found(many, joined, "key", 7, "it waits for")
+    many.ask_many(0, [3, 4])
+    (follower, *_) = questions(many, AskedState.FOLLOWING)
+    is_found(many, follower, "home", HOME + 1, "it follows another home's")
+    many.end()
+
+
+def test_contradictions_of_what_conveyors_are_to_bring_are_found(large: Stand) -> None:
+    large.ask(0, 12)
+    probe(large, 12)
+    large.ask(0, 13)
+    probe(large, 13)
+    conveyed, other = questions(large, AskedState.CONVEYED)
+    is_found(large, conveyed, "serial", conveyed.serial + 1, "no conveyor is to bring it")
+    is_found(large, conveyed, "landing", other.landing, "landing places of two")
+    for _ in range(2):
+        large.reply()
+    large.end()
+
+
+def test_a_read_that_was_still_to_be_sent_for_a_question_that_was_given_up_is_not(
+    stand: Stand,
+) -> None:
+    stand.ask(0, 2)
+    stand.receive(frame_of(2, 0))
+    stand.now += PATIENCE_S + 0.001
+    stand.courier.expire(stand.now)
+    (question,) = questions(stand, AskedState.RECEIVING)
+    assert question.unread, "what is missing is to be asked for"
+    stand.give_up(0)
+    assert not stand.courier.reads_to_send()
+    stand.ask(0, 2)
+    stand.bring(2)
+    assert stand.given == 1
+    stand.end()
 
 
 # --- blocks of more than one segment ----------------------------------------------------------
