@@ -897,6 +897,7 @@ class SsdTier:
     def _finish(self) -> None:
         """What was written and entered is on the shelf, and goes from DRAM."""
         moves, self._entered = self._entered, []
+        self._store.when_freed = None  # copies that are unpinned here are looked at anyway
         chosen_at = [move.taken_bytes for move in moves if not move.error]
         if chosen_at:
             taken_bytes = self._store.counters.taken_bytes - min(chosen_at)
