@@ -1,5 +1,5 @@
-"""Blocks of a namespace in an object store: a folder, and moto's S3 server where it is installed;
-and in Mooncake Store, the real one, where that is.
+"""Blocks of a namespace in an object store: a folder, and moto's S3 server; and in Mooncake Store,
+the real one, where it is installed.
 
 The oracle is what was put, and the folder's files.
 """
@@ -162,9 +162,10 @@ async def test_two_nodes_and_who_comes_after_them_keep_to_one_quota(tmp_path: Pa
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URL of a bucket at an S3 server on this machine."""
-    server = pytest.importorskip("moto.server", reason="moto's S3 server is not installed")
-    boto = pytest.importorskip("boto3")
-    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    import boto3  # these take a second, in every worker
+    from moto.server import ThreadedMotoServer
+
+    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     running.start()
     host, port = running.get_host_and_port()
     for name, value in (
@@ -176,7 +177,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         ("AWS_ALLOW_HTTP", "true"),
     ):
         monkeypatch.setenv(name, value)
-    boto.client("s3", endpoint_url=f"http://{host}:{port}").create_bucket(Bucket="blocks")
+    boto3.client("s3", endpoint_url=f"http://{host}:{port}").create_bucket(Bucket="blocks")
     yield "s3://blocks"
     running.stop()
 
