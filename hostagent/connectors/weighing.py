@@ -15,9 +15,9 @@ they cost. As this is linear between the points where its form changes, three k 
 all, and what comes while the engine computes for others anyway.
 
 Nothing is known at first: then all is loaded, as if nobody weighed, and what the first blocks take
-says whether to go on (`cut`). What was found holds until the other way is better by `MARGIN` of
-computing it all. While nothing is loaded nothing is learned: so now and then a few blocks are
-loaded all the same, ever more seldom.
+says whether to go on (`cut`). A pool shall cost nobody time: so loading is left when computing is
+sooner, and taken up again when it is sooner by `MARGIN` of computing it all. While nothing is
+loaded nothing is learned: so now and then a few blocks are loaded all the same, ever more seldom.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from typing import Final
 
 MARGIN: Final = 0.15
-"""By how much of computing it all a way must be better to be taken from now on."""
+"""By how much of computing it all loading must be better to be taken up again, and computing for a
+load to be cut short."""
 TRIED: Final = 0.25
 """A load is not judged before it has taken this share of the time that computing it would take."""
 TRIED_LEAST_S: Final = 0.05
@@ -373,8 +374,8 @@ class Weighing:
         meanwhile = max(0, min(blocks, int((busy_s - self._latency_s) / load_s) - wait))
         best = meanwhile if meanwhile and not self._whole else blocks
         best = min(best, blocks, key=cost_s)
-        margin_s = (1 if self.loads else -1) * MARGIN * blocks * compute_s
-        if cost_s(best) <= cost_s(0) + margin_s:
+        margin_s = 0.0 if self.loads else MARGIN * blocks * compute_s
+        if cost_s(best) <= cost_s(0) - margin_s:
             return Verdict(best, "sooner" if best == blocks else "part")
         return Verdict(0, "failing" if cost_s(blocks, 1.0) <= cost_s(0) else "slower")
 
@@ -382,8 +383,11 @@ class Weighing:
         """Loads under way that are to be cut short, by number, and how many of the blocks that have
         not come are still to come of each. `loading`: in the order in which they began."""
         load_s, compute_s = self._load_now_s(), self.compute_block_s
-        if not (compute_s and load_s):
+        if not (compute_s and load_s and loading):
             return {}
+        # Where nothing comes although something should, nothing will for as long again.
+        silent_s = min(self._silent_s, now - min(one.since for one in loading))
+        late_s = max(0.0, silent_s - self._latency_s - self.load_block_s)
         cuts: dict[int, int] = {}
         busy_s = busy_tokens * compute_s / self._block_tokens
         before = sum(one.left for one in loading)
@@ -392,7 +396,7 @@ class Weighing:
             patience = PROBE_PATIENCE if one.probe else TRIED
             if now - one.since < max(TRIED_LEAST_S, patience * one.count * compute_s):
                 continue
-            by_load_s = max(busy_s, (before + one.left) * load_s)
+            by_load_s = max(busy_s, late_s + (before + one.left) * load_s)
             lost = one.left if self._keeps else one.count
             if by_load_s <= (busy_s + lost * compute_s) * (1 + MARGIN):
                 continue

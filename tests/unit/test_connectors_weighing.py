@@ -108,9 +108,13 @@ def test_requests_that_come_at_once_are_shared_out_between_link_and_engine() -> 
     assert max(loaded * 0.105, computed * 0.08) < 0.7 * alone_s
 
 
-def test_what_is_nearly_alike_stays_as_it_was() -> None:
-    weighing = known(0.105, 0.1)
+def test_loading_is_left_at_once_when_it_is_slower_and_taken_up_again_when_it_is_much_sooner() -> (
+    None
+):
+    weighing = known(0.099, 0.1)
     assert take(weighing, 50) == 50
+    slower = known(0.101, 0.1)
+    assert take(slower, 50) == 0
     slower = known(0.2, 0.1)
     assert take(slower, 50) == 0
     slower.heard(Pace(100, 9.5))  # rare observations count as much as all before them
@@ -267,6 +271,20 @@ def test_a_link_that_falls_silent_is_given_up() -> None:
     assert weighing.cut(2.0, [load], 0) == {}
     weighing.heard(Pace(silent_s=60.0))
     assert weighing.cut(60.0, [load], 0) == {1: 0}
+
+
+def test_what_should_have_come_long_ago_is_computed_when_the_engine_has_time() -> None:
+    """As where blocks come damaged: they are asked for again, in silence."""
+    weighing = known(0.09, 0.1)
+    weighing.heard(Pace(starts=1, start_s=0.2))
+    load = Loading(1, 8, 8, 0.0)
+    weighing.heard(Pace(silent_s=0.25))
+    assert weighing.cut(0.25, [load], 0) == {}
+    weighing.heard(Pace(silent_s=0.8))
+    assert weighing.cut(0.8, [load], 16 * TOKENS) == {}
+    assert weighing.cut(0.8, [load], 0) == {1: 0}
+    # It has been silent since before this load began.
+    assert weighing.cut(0.8, [Loading(1, 8, 8, 0.55)], 0) == {}
 
 
 def test_a_probe_is_given_time_to_tell() -> None:
