@@ -722,8 +722,9 @@ class Model:
     ) -> None:
         where = seen.where
         if seen.flags & _WRITE and (
-            # A block that nobody has put is never written; its key may be a damaged one.
-            seen.place not in self._read_by_write or self._versions.get((seen.namespace, seen.key))
+            # Where no block has bytes, nothing is written: the READ may be a damaged one.
+            seen.place not in self._read_by_write
+            or any(len(v) > seen.before for v in self._versions[seen.namespace, seen.key])
         ):
             self._read_by_write[seen.place] = where
         served = any((after := look(out)) is not None and after.op == _DATA for _, out in sent)
