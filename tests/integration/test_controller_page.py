@@ -8,6 +8,7 @@ there is none.
 from __future__ import annotations
 
 import contextlib
+import ctypes.util
 import json
 import re
 import shutil
@@ -34,7 +35,10 @@ from pool_harness import get, keys_for, namespace_of, put, running_pool
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((path for path in map(shutil.which, _NAMES) if path), None)
-in_a_browser = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium (Debian: chromium)")
+in_a_browser = pytest.mark.skipif(
+    not CHROMIUM or not ctypes.util.find_library("atomic"),  # playwright's own Node.js wants that
+    reason="needs Chromium and libatomic (Debian: chromium libatomic1)",
+)
 
 GOT_SIX = """() => [...document.querySelectorAll("#nodes tbody tr")].every((row) => {
     const byTier = [...row.cells].slice(6, 14).map((cell) => Number(cell.textContent));
