@@ -250,7 +250,7 @@ class Hostile:
             request = BulkHello(BULK_PROTOCOL_VERSION, host.options.node_id)  # once too often
         elif way < 0.6:
             content = b"trespass" + self._rng.randbytes(8)
-            cluster.model.forged(host.number, name, content)
+            cluster.model.forged(host.number, name, content, by_tcp=True)
             size, digest = len(content), wire.digest_of(content)
             process = host.process
             pool = process.core.pool if process is not None else None

@@ -221,7 +221,7 @@ class Model:
         self._deleted: set[int] = set()  # namespaces, until they are made again
         self._retired: dict[Name, set[bytes]] = defaultdict(set)  # put before they were
         self._forged: dict[Copy, tuple[int, bytes]] = {}  # by whom, and the bytes
-        self._passed_on: set[Copy] = set()  # forgeries that a plain network has let through
+        self._passed_on: set[Copy] = set()  # forgeries that nothing has stopped on their way
         self._invented: set[Copy] = set()  # forgeries that count as copies now
         self._holders: dict[Name, dict[int, int]] = defaultdict(dict)  # host -> its life
         self._acknowledged: dict[Name, set[int]] = defaultdict(set)  # hosts, ever
@@ -252,10 +252,13 @@ class Model:
         digest = int(xxhash.xxh3_64_intdigest(content)) or 1
         self._by_digest[(*name, digest)] = content
 
-    def forged(self, host: int, name: Name, content: bytes) -> None:
+    def forged(self, host: int, name: Name, content: bytes, *, by_tcp: bool = False) -> None:
         """A hostile host is about to send these bytes, of which nobody must get a copy: under a
         name whose bucket is not its own, or in a namespace that is not."""
-        self._forged[(*name, int(xxhash.xxh3_64_intdigest(content)) or 1)] = host, content
+        copy = (*name, int(xxhash.xxh3_64_intdigest(content)) or 1)
+        self._forged[copy] = host, content
+        if by_tcp:
+            self._passed_on.add(copy)  # no switch looks at it
 
     def acknowledged(self, host: int, life: int, name: Name) -> None:
         """A home has said that it holds the block."""
@@ -724,7 +727,7 @@ class Model:
         if seen.flags & _WRITE and (
             # Where no block has bytes, nothing is written: the READ may be a damaged one.
             seen.place not in self._read_by_write
-            or any(len(v) > seen.before for v in self._versions[seen.namespace, seen.key])
+            or any(len(v) > seen.before for v in self._versions.get((seen.namespace, seen.key), ()))
         ):
             self._read_by_write[seen.place] = where
         served = any((after := look(out)) is not None and after.op == _DATA for _, out in sent)

@@ -35,7 +35,7 @@ ONCE_FAILED = frozenset(
 )
 """What the product, or the simulation itself, once did wrong (docs/simulation.md)."""
 FAILED_WITH = {
-    **dict.fromkeys((1300015, 1300016, 1300193, 1300442), ("operator",)),
+    **dict.fromkeys((1300015, 1300016, 1300193, 1300442, 1723144), ("operator",)),
     **dict.fromkeys((1262566, 1300441, 1540905), ("kept", "operator")),
     1550296: ("arenas",),
     1660497: ("arenas", "kept"),
