@@ -405,7 +405,7 @@ class Store:
         self.below: Below = _NothingBelow()
         self.beyond: Beyond | None = None
         self.when_freed: Callable[[], None] | None = None
-        """Called once, when a copy has no pins any more."""
+        """Called when a copy has no pins any more, once: whoever waits for another says so anew."""
         self.counters = StoreCounters()
         self._default_quota = default_quota_bytes
         self._quotas = dict(quotas or {})

@@ -108,9 +108,7 @@ def test_requests_that_come_at_once_are_shared_out_between_link_and_engine() -> 
     assert max(loaded * 0.105, computed * 0.08) < 0.7 * alone_s
 
 
-def test_loading_is_left_at_once_when_it_is_slower_and_taken_up_again_when_it_is_much_sooner() -> (
-    None
-):
+def test_loading_is_left_when_it_is_slower_and_taken_up_again_when_it_is_much_sooner() -> None:
     weighing = known(0.099, 0.1)
     assert take(weighing, 50) == 50
     slower = known(0.101, 0.1)
