@@ -4,6 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvcast-installed
+TOOLS := $(VENV)/.kvcast-tools
 SHELL_VENV := .venv-p4rt-shell
 ENGINES_VENV := .venv-engines
 # Tests wait for processes and sockets, too: one worker more than there are processors.
@@ -16,18 +17,29 @@ FILES := $(shell find $(PACKAGES) -name '*.py' -o -name 'py.typed' | sort)
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-setup: $(STAMP) ## make .venv and install kvcast and its test tools into it (nothing else)
+setup: $(TOOLS) ## make .venv and install kvcast and its test tools into it (nothing else)
 
 # The editable install links file by file, so it is repeated when a file appears or vanishes.
-$(STAMP): pyproject.toml $(VENV)/.kvcast-files
+define INSTALL
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvcast needs Python 3.11 or newer; say make PYTHON=/path/to/python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing kvcast into $(VENV) (a minute or so the first time)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=23.2' 'setuptools>=77'
 	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	    --no-build-isolation \
-	    --config-settings editable_mode=strict --editable '.[all,test,lint]'
+	    --config-settings editable_mode=strict --editable '.[$(EXTRAS)]'
+endef
+
+# What kvcast itself runs with is a third of it.
+$(STAMP): EXTRAS := all
+$(STAMP): pyproject.toml $(VENV)/.kvcast-files
+	$(INSTALL)
 	@touch $@
+
+$(TOOLS): EXTRAS := all,test,lint
+$(TOOLS): pyproject.toml $(VENV)/.kvcast-files
+	$(INSTALL)
+	@touch $(STAMP) $@
 
 $(VENV)/.kvcast-files: force
 	@mkdir -p $(VENV)
@@ -67,7 +79,7 @@ setup-engine-peers: setup-engines ## add LMCache and Mooncake to .venv-engines, 
 	@$(ENGINES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 	    --requirement bench/engines/requirements-peers-needs.txt
 
-demo: setup ## eight inference nodes read the same prefixes, plainly and through kvcast
+demo: $(STAMP) ## eight inference nodes read the same prefixes, plainly and through kvcast
 	@$(BIN)/kvcast demo --out kvcast-out
 
 check: setup lint ## lint, types and the tests that are quick: what to run while you work
