@@ -28,6 +28,7 @@ from kvcast.hostagent.core.sessions import Session, rows_left
 from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.ssd import ARENA
 from kvcast.hostagent.core.store import Store
+from kvcast.hostagent.core.writes import Digested, digests_at_once
 from kvcast.hostagent.network.lander import hashing
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
@@ -71,6 +72,9 @@ LANE_ROUND: Final = 65
 RECOVERY_PAUSE_S: Final = 0.15
 """So long that much happens while an agent still goes through what it found."""
 _ENTRY_WORDS: Final = shared.ENTRY_BYTES // shared.WORD_BYTES
+DIGESTS_TAKE_S: Final = 0.002
+DIGESTS_ARE_LATE_S: Final = 0.5
+"""A processor that has much else to do."""
 EPOCH_S: Final = 1e9
 """Seconds since 1970 when a run begins."""
 STALLED_FRAMES: Final = 256
@@ -99,6 +103,8 @@ class HostOptions:
     """Whether clients outlive their agent, as with `--arena-keep` and a supervisor."""
     shares_by_rdma: bool = False
     """Whether its card, if it has one, takes and writes shared answers."""
+    digests_later: bool = False
+    """Whether digests of puts are made beside all else, as a thread makes those of large ones."""
 
     @property
     def node_id(self) -> str:
@@ -481,6 +487,9 @@ class SimAgent(Process):
         self._placement.unwrap_for(host.options.endpoint)
         if core.lane is not None:
             core.lane.send = self._send_jobs
+        self._digesting = host.world.stream(f"digests/{host.number}/{host.lives}")
+        if host.options.digests_later:
+            core.writes.make_digests = self._digest_later
         self.courier = _courier_of(host, core)
         """As the client's library asks it; None in a process that found what another has left."""
         self.courier_told: dict[int, Callable[[bytes], None]] = {}
@@ -708,6 +717,20 @@ class SimAgent(Process):
                 )
                 for index, node in pool.nodes.items()
             }
+
+    def _digest_later(self, _now: float, blocks: list[memoryview], then: Digested) -> None:
+        """As `kvcast.hostagent.digests` does, of blocks of any size and in any order; of the bytes
+        that are there in the end."""
+
+        def made() -> None:
+            self.core.store.advance(self.now)
+            digests_at_once(self.now, blocks, then)
+            self.pump()
+
+        longest_s = DIGESTS_TAKE_S if self._digesting.random() < 0.9 else DIGESTS_ARE_LATE_S
+        self.host.world.after(
+            self._digesting.uniform(0.0, longest_s), lambda: self.host.when_running(self, made)
+        )
 
     def pump(self) -> None:
         """Send and call what the core wants sent and called; to be done after any event."""

@@ -169,6 +169,7 @@ class Cluster:
                 link_bits_per_s=LINK_BITS_PER_S if plan.replicates else 0,
                 shares_by_rdma=plan.zones,
                 keeps="kept" in plan.features,
+                digests_later="digests" in plan.features,
             )
             link = LinkOptions(mtu_bytes=host_plan.mtu_bytes)
             host = SimHost(self.world, options, self, self, product.make_core)

@@ -49,10 +49,10 @@ PARTS: Final = {
 LATER: Final = list(PARTS)[-1]
 """A namespace that an operator makes in the middle of a run, for every host."""
 
-FEATURES: Final = ("arenas", "kept", "operator")
+FEATURES: Final = ("arenas", "digests", "kept", "operator")
 """What a run may have beside all else, each in one of `ONE_IN`: hosts with a further arena between
-DRAM and the disk, clients that outlive their agents, and an operator who makes, changes and deletes
-namespaces."""
+DRAM and the disk, digests of puts that are made while other things happen, clients that outlive
+their agents, and an operator who makes, changes and deletes namespaces."""
 ONE_IN: Final = 6
 
 

@@ -636,8 +636,7 @@ class Session:
         store, ledger = self._core.store, self._core.ledger
         # Some were committed by a former agent that did not live to say so, and are pinned.
         put = [copy for copy in copies if copy.state != RESERVED]
-        named = zip(request.tickets, copies, strict=True)
-        rooms = [(ticket, copy) for ticket, copy in named if copy.state == RESERVED]
+        is_room = [copy.state == RESERVED for copy in copies]
 
         def answered(batch: PutBatch) -> None:
             for ticket in request.tickets:
@@ -648,19 +647,24 @@ class Session:
             room = self._room_ahead(copies[0]) if request.again and len(copies) == 1 else None
             self._reply(local.Committed(request.request, results, room))
 
-        batch = self._core.writes.commit(now, copies, answered, request.ack)
-        if ledger is None or not batch.left:
-            return
-        # The room may be free, for others. An agent that comes after must not take what they wrote
-        # there for this block: what the rows say stays where it is until the client is answered.
-        for ticket, room in rooms:
-            copy = store.known(room.block)
-            if copy is None:
-                self._strike(ticket)  # it was refused
-                continue
-            store.pin(copy)
-            put.append(copy)
-            ledger.rewrite(self._rows[ticket], self._row(ticket, ledgers.PUT, copy))
+        def committed(batch: PutBatch, positions: range) -> None:
+            if ledger is None or not batch.left or self._closed:
+                return
+            # The room may be free, for others. An agent that comes after must not take what they
+            # wrote there for this block: what the rows say stays where it is until the client is
+            # answered.
+            for position in positions:
+                if not is_room[position]:
+                    continue
+                ticket, copy = request.tickets[position], store.known(copies[position].block)
+                if copy is None:
+                    self._strike(ticket)  # it was refused
+                    continue
+                store.pin(copy)
+                put.append(copy)
+                ledger.rewrite(self._rows[ticket], self._row(ticket, ledgers.PUT, copy))
+
+        self._core.writes.commit(now, copies, answered, request.ack, committed)
 
     # --- room that is given ahead -------------------------------------------------------------
 

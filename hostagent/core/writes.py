@@ -43,7 +43,20 @@ ACK_REPLICAS: Final = "replicas"
 ACKS: Final = (ACK_HOME, ACK_LOCAL, ACK_REPLICAS)
 """What must have happened before a put is acknowledged."""
 
+COMMITTED_AT_ONCE: Final = 64
+"""Blocks of a batch: others wait no longer than these take."""
+
 _LANDED: Final = frozenset({bulk.DONE, bulk.HELD})
+
+Digested = Callable[[float, list[int]], None]
+"""Is told what time it is, and the digests."""
+MakeDigests = Callable[[float, list[memoryview], Digested], None]
+"""Makes digests of blocks' bytes, which nobody changes meanwhile, and tells them then or later."""
+
+
+def digests_at_once(now: float, blocks: list[memoryview], then: Digested) -> None:
+    """As `MakeDigests`, here and now."""
+    then(now, list(map(digest_of, blocks)))
 
 
 @dataclass(frozen=True)
@@ -102,6 +115,7 @@ class Writes:
         self._metrics = metrics
         self.replications = 0
         """Copies on their way or waiting for it."""
+        self.make_digests: MakeDigests = digests_at_once
         self.replicate_late: Callable[[BlockId, str], bool] = lambda _block, _node_id: False
         """Sends a block that has left DRAM to a node, later; False where it cannot be had."""
         self.was_pushed: Callable[[int, int], None] = lambda _namespace, _size_bytes: None
@@ -116,21 +130,41 @@ class Writes:
         copies: list[Copy],
         answered: Callable[[PutBatch], None],
         ack: str = "",
-    ) -> PutBatch:
+        committed: Callable[[PutBatch, range], None] = lambda _batch, _positions: None,
+    ) -> None:
         """Make reserved copies blocks and send them home; those that are committed were made so by
         an agent that died before it could answer. `ack`: one of `ACKS`, "" = the agent's
-        choice. `answered` may be called before this returns."""
+        choice. `committed` is called when the copies at these positions are blocks, or were
+        refused; until then they are nobody's but this batch's. It and `answered` may be called
+        before this returns."""
         batch = PutBatch([None] * len(copies), answered, len(copies))
-        for position, copy in enumerate(copies):
-            self._commit_one(now, batch, position, copy, ack or self._options.put_ack)
-        if not copies:
-            answered(batch)
-        return batch
+        ack = ack or self._options.put_ack
 
-    def _commit_one(self, now: float, batch: PutBatch, position: int, copy: Copy, ack: str) -> None:
+        def commit_some(now: float, positions: range, digests: list[int]) -> None:
+            for position, digest in zip(positions, digests, strict=True):
+                self._commit_one(now, batch, position, copies[position], digest, ack)
+            committed(batch, positions)
+            go_on(now, positions.stop)
+
+        def go_on(now: float, start: int) -> None:
+            positions = range(start, min(start + COMMITTED_AT_ONCE, len(copies)))
+            if positions:
+                blocks = [self._bytes_of(copies[position]) for position in positions]
+                self.make_digests(now, blocks, lambda now, made: commit_some(now, positions, made))
+
+        if copies:
+            go_on(now, 0)
+        else:
+            answered(batch)
+
+    def _bytes_of(self, copy: Copy) -> memoryview:
+        return self._memory[copy.offset : copy.offset + copy.size_bytes]
+
+    def _commit_one(
+        self, now: float, batch: PutBatch, position: int, copy: Copy, digest: int, ack: str
+    ) -> None:
         self._count(copy)
         done = copy.state != RESERVED
-        digest = digest_of(self._memory[copy.offset : copy.offset + copy.size_bytes])
         pool = self._outbox.pool
         if pool is not None and copy.block.namespace in pool.deleted and not done:
             # The room is of a former agent, which knew the namespace.

@@ -26,6 +26,7 @@ from kvcast.hostagent.core.store import (
     NoRoomError,
     Store,
 )
+from kvcast.hostagent.core.writes import COMMITTED_AT_ONCE, Digested, digests_at_once
 from kvcast.hostagent.tiers import policies
 from kvcast.hostagent.tiers.arena import GRAIN_BYTES, Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
@@ -851,6 +852,53 @@ def test_of_blocks_put_together_the_next_agent_has_those_that_are_at_home_alread
     statuses = [put.status for put in putting.guest.replies.pop().blocks]  # type: ignore[union-attr]
     assert statuses == [local.OK, local.OK]
     assert machine.store.held_bytes == 0
+
+
+def test_of_blocks_put_together_those_are_safe_of_which_the_agent_has_made_digests() -> None:
+    """The rooms of the first could be others', and free again, before it has made the next ones."""
+    machine = Machine()
+    machine.core.control_message(0.0, TWO_NODES)
+    waiting: list[tuple[list[memoryview], Digested]] = []
+    machine.core.writes.make_digests = lambda _now, blocks, then: waiting.append((blocks, then))
+    guest = Guest(machine)
+    numbers = [HERE * (each + 1) for each in range(COMMITTED_AT_ONCE + 1)]
+    keys = [block(number).key for number in numbers]
+    extents = guest.ask(local.Alloc(1, 1, keys, [4096] * len(keys))).extents
+    for number, extent in zip(numbers, extents, strict=True):
+        machine.memory[extent.offset : extent.offset + 4096] = content(number, 4096)
+    tickets = [extent.ticket for extent in extents]
+    assert guest.ask(local.Commit(2, tickets, "home")) is None
+    ((blocks, then),) = waiting
+    waiting.clear()
+    digests_at_once(0.0, blocks, then)
+    assert len(waiting) == 1  # the last one's, which never comes
+    machine.fill(range(100, 112))
+    for number in range(100, 112):
+        machine.store.drop(block(number))
+    machine.start(kept=TWO_NODES)
+    guest.reborn(tickets)
+    assert guest.ask(local.Commit(2, tickets, "local")).blocks[0].status == local.OK
+    machine.recover()
+    held = machine.held()
+    assert [held.get(number) for number in numbers] == [content(n, 4096) for n in numbers]
+    assert not list(Ledger(machine.ledger_memory).found())
+    assert machine.store.held_bytes == 0
+
+
+def test_a_client_that_left_while_its_digests_were_made_leaves_nothing_in_the_ledger() -> None:
+    machine = Machine()
+    machine.core.control_message(0.0, TWO_NODES)
+    waiting: list[tuple[list[memoryview], Digested]] = []
+    machine.core.writes.make_digests = lambda _now, blocks, then: waiting.append((blocks, then))
+    guest = Guest(machine)
+    (extent,) = guest.ask(local.Alloc(1, 1, [block(9).key], [4096])).extents
+    machine.memory[extent.offset : extent.offset + 4096] = content(9, 4096)
+    assert guest.ask(local.Commit(2, [extent.ticket], "home")) is None
+    guest.session.close()
+    ((blocks, then),) = waiting
+    digests_at_once(0.0, blocks, then)
+    assert not list(Ledger(machine.ledger_memory).found())
+    assert machine.held()[9] == content(9, 4096)
 
 
 @pytest.mark.parametrize("held", [False, True])
