@@ -27,7 +27,7 @@ from kvcast.hostagent.core.pushing import Pushes, put_lately
 from kvcast.hostagent.core.recovery import Recovery
 from kvcast.hostagent.core.shared_index import Region, SharedIndex
 from kvcast.hostagent.core.store import Store
-from kvcast.hostagent.digests import DigestThread
+from kvcast.hostagent.digests import DigestThreads
 from kvcast.hostagent.network.bulk_link import BulkCaller, BulkServer
 from kvcast.hostagent.network.cards import Cards, node_of_most, open_cards
 from kvcast.hostagent.network.control_link import ControlLink
@@ -194,7 +194,7 @@ class Agent:
                 Endpoint(parse_mac(network.mac), parse_ip(network.ip), network.udp_port),
             )
         )
-        stack.callback(DigestThread(self.core, self.transport.pump).close)
+        stack.callback(DigestThreads(self.core, self.transport.pump).close)
         loop = asyncio.get_running_loop()
         driver: CourierDriver | None = None
         if isinstance(loop, CourierLoop) and index is not None:

@@ -1,37 +1,42 @@
-"""Digests of large puts, made beside the event loop.
+"""Digests of large blocks, made beside the event loop.
 
-Owns: the thread that makes them, and which are worth its time. Must not know: what becomes of them
-(`kvcast.hostagent.core.writes`).
+Owns: the threads that make them, and which are worth their time. Must not know: what becomes of
+them (`kvcast.hostagent.core.writes` and `kvcast.protocol.links.rdma_caller` do).
 
 The hash of xxHash runs without the interpreter's lock. To hand blocks to a thread and to hear of
-its end takes as long as some MiB take to be hashed, so smaller puts are hashed where they are.
+its end takes as long as some MiB take to be hashed, so less is hashed where it is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from kvcast.hostagent.core.agent import AgentCore
-from kvcast.hostagent.core.writes import COMMITTED_AT_ONCE, Digested, digests_at_once
+from kvcast.hostagent.core.writes import COMMITTED_AT_ONCE
+from kvcast.protocol.digests import Digested, digests_at_once
 from kvcast.protocol.messages.wire import digest_of
 
 INLINE_BYTES: Final = 2 << 20
-"""Puts of no more than this, all their blocks together, are hashed in the event loop: 0.1 ms.
-Unless they are so many that others had better have a turn between them."""
+"""No more than this, all blocks together, is hashed in the event loop: 0.1 ms. Unless they are so
+many that others had better have a turn between them."""
+_MOST_THREADS: Final = 4
 
 
-class DigestThread:
-    """Makes the digests of `core`'s puts, from now on and until `close`; `pump` sends what comes
-    of it."""
+class DigestThreads:
+    """Make the digests that `core` wants, from now on and until `close`; `pump` sends what comes
+    of it. They are a quarter of the processors: one hashes what a link of 200 Gb/s brings."""
 
     def __init__(self, core: AgentCore, pump: Callable[[], None]) -> None:
         self._store = core.store
         self._pump = pump
         self._loop = asyncio.get_running_loop()
-        self._threads = ThreadPoolExecutor(1, "kvcast-digests")
+        self._threads = ThreadPoolExecutor(
+            max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 4)), "kvcast-digests"
+        )
         self._closed = False
         core.writes.make_digests = self._make
 

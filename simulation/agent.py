@@ -28,11 +28,11 @@ from kvcast.hostagent.core.sessions import Session, rows_left
 from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.ssd import ARENA
 from kvcast.hostagent.core.store import Store
-from kvcast.hostagent.core.writes import Digested, digests_at_once
 from kvcast.hostagent.network.lander import hashing
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.hostagent.tiers.ledger import LEDGER_BYTES, Ledger
+from kvcast.protocol.digests import Digested, digests_at_once
 from kvcast.protocol.lane import datagrams_of
 from kvcast.protocol.links.control_caller import (
     ControlCaller,
@@ -104,7 +104,7 @@ class HostOptions:
     shares_by_rdma: bool = False
     """Whether its card, if it has one, takes and writes shared answers."""
     digests_later: bool = False
-    """Whether digests of puts are made beside all else, as a thread makes those of large ones."""
+    """Whether digests are made beside all else, as threads make those of large blocks."""
 
     @property
     def node_id(self) -> str:
@@ -268,6 +268,9 @@ class SimHost:
         """The object store below all hosts; None = there is none."""
         self.fabric: Fabric | None = None
         """What its RDMA card is connected to; None = it has no card."""
+        self.committing: list[Callable[[], None]] = []
+        """Of puts without an answer, who is told before any are committed, if that takes a while:
+        the map may have changed since they were asked for."""
         self.tamper: Callable[[bytes], bytes | None] | None = None
         """A hostile host changes what its agent sends; None = the frame is not sent."""
         self.overhear: Callable[[bytes], None] | None = None
@@ -724,6 +727,8 @@ class SimAgent(Process):
 
         def made() -> None:
             self.core.store.advance(self.now)
+            for told in self.host.committing:
+                told()
             digests_at_once(self.now, blocks, then)
             self.pump()
 

@@ -574,6 +574,7 @@ class Client:
             tickets = [room.ticket for room in rooms]
 
             def committed(reply: local.AgentReply) -> None:
+                host.committing.remove(told)
                 if self._lives != life and isinstance(reply, local.Committed):
                     at_home(rooms)  # another agent has done it, by a later map
                 ended(rooms, reply)
@@ -582,6 +583,11 @@ class Client:
                     abort = self._number()
                     self._ask(local.Abort(abort, tickets), abort, _ignore)
 
+            def told() -> None:
+                if not self.closed:
+                    at_home(rooms)
+
+            host.committing.append(told)
             self._ask(local.Commit(number, tickets, ack), number, committed)
 
         namespace, key = rooms[0].name

@@ -51,7 +51,7 @@ LATER: Final = list(PARTS)[-1]
 
 FEATURES: Final = ("arenas", "digests", "kept", "operator")
 """What a run may have beside all else, each in one of `ONE_IN`: hosts with a further arena between
-DRAM and the disk, digests of puts that are made while other things happen, clients that outlive
+DRAM and the disk, digests that are made while other things happen, clients that outlive
 their agents, and an operator who makes, changes and deletes namespaces."""
 ONE_IN: Final = 6
 

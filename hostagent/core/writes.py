@@ -33,9 +33,10 @@ from kvcast.hostagent.core.store import (
     StaleReservationError,
     Store,
 )
+from kvcast.protocol.digests import MakeDigests, digests_at_once
 from kvcast.protocol.links.bulk import EVICTED, PutCall
 from kvcast.protocol.messages import bulk, local
-from kvcast.protocol.messages.wire import BlockId, digest_of
+from kvcast.protocol.messages.wire import BlockId
 
 ACK_HOME: Final = "home"
 ACK_LOCAL: Final = "local"
@@ -47,16 +48,6 @@ COMMITTED_AT_ONCE: Final = 64
 """Blocks of a batch: others wait no longer than these take."""
 
 _LANDED: Final = frozenset({bulk.DONE, bulk.HELD})
-
-Digested = Callable[[float, list[int]], None]
-"""Is told what time it is, and the digests."""
-MakeDigests = Callable[[float, list[memoryview], Digested], None]
-"""Makes digests of blocks' bytes, which nobody changes meanwhile, and tells them then or later."""
-
-
-def digests_at_once(now: float, blocks: list[memoryview], then: Digested) -> None:
-    """As `MakeDigests`, here and now."""
-    then(now, list(map(digest_of, blocks)))
 
 
 @dataclass(frozen=True)
@@ -116,6 +107,7 @@ class Writes:
         self.replications = 0
         """Copies on their way or waiting for it."""
         self.make_digests: MakeDigests = digests_at_once
+        """Of what is put here, and of what others bring by RDMA."""
         self.replicate_late: Callable[[BlockId, str], bool] = lambda _block, _node_id: False
         """Sends a block that has left DRAM to a node, later; False where it cannot be had."""
         self.was_pushed: Callable[[int, int], None] = lambda _namespace, _size_bytes: None

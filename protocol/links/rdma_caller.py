@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Final, NamedTuple
 
+from kvcast.protocol.digests import MakeDigests, digests_at_once
 from kvcast.protocol.fair_queue import BoundedQueue
 from kvcast.protocol.links.bulk import UNREACHABLE, GetCall, PutCall
 from kvcast.protocol.links.call_queue import CallQueue, namespace_of
@@ -72,7 +73,6 @@ from kvcast.protocol.messages.rdma import (
     RdmaWindows,
     Window,
 )
-from kvcast.protocol.messages.wire import digest_of
 
 RdmaCall = GetCall | PutCall
 
@@ -132,7 +132,8 @@ class _Peer:
 
 class RdmaCaller:
     """See the module's text. `view` gives the bytes of a put's copy, `weight_of` a namespace's
-    weight; `cards`: this node's."""
+    weight; `cards`: this node's. `make_digests` may tell them later: then there are instructions
+    after that."""
 
     def __init__(
         self,
@@ -142,8 +143,10 @@ class RdmaCaller:
         view: Callable[[Any], memoryview],
         cards: Sequence[LinkCard],
         weight_of: Callable[[int], float] = lambda _namespace: 1.0,
+        make_digests: MakeDigests = digests_at_once,
     ) -> None:
         self.weight_of = weight_of
+        self._make_digests = make_digests
         self.node_id = node_id
         self.options = options
         self.counters = counters
@@ -302,10 +305,15 @@ class RdmaCaller:
         """One of a connection's calls has ended."""
         self._complete(call, outcome)
 
-    def read(self, memory: memoryview, digest: int) -> str:
-        """A whole block has been read: whether it is what it should be."""
+    def read(self, now: float, call: RdmaCall, memory: memoryview, digest: int) -> None:
+        """A whole block has been read: its call has ended once it is known whether it is what it
+        should be."""
         self.counters.rdma_blocks_read_total += 1
-        return bulk.DONE if digest_of(memory) == digest else bulk.WRONG_DIGEST
+
+        def made(_now: float, digests: list[int]) -> None:
+            self._complete(call, bulk.DONE if digests == [digest] else bulk.WRONG_DIGEST)
+
+        self._make_digests(now, [memory], made)
 
     def worked(self, connection: RdmaConnection) -> None:
         """A connection has moved bytes."""
@@ -394,8 +402,9 @@ class _Striped:
             self._outcome = outcome
         if self._left == 0:
             if self._outcome == bulk.DONE:
-                self._outcome = self._link.read(self._room, self._digest)
-            self._call.ended(now, self._outcome)
+                self._link.read(now, self._call, self._room, self._digest)
+            else:
+                self._call.ended(now, self._outcome)
 
 
 class _Piece(GetCall):
@@ -566,7 +575,7 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
                 return
             moving.left -= 1
             if not moving.left:
-                self._moved(request, moving)
+                self._moved(now, request, moving)
         if not self.closed:
             self._heard_at = now
             self._post()
@@ -739,7 +748,7 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
             address = window.address + start - moving.start_bytes
             self._orders.append(order(self._token, memory, address, window.key))
 
-    def _moved(self, request: _Request, moving: _Moving) -> None:
+    def _moved(self, now: float, request: _Request, moving: _Moving) -> None:
         """All bytes of a block are where they should be; those of a get are looked at."""
         counters, call = self._link.counters, moving.call
         del self._windows[moving]
@@ -749,9 +758,10 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
         if isinstance(call, GetCall):
             counters.rdma_bytes_read_total += moving.size_bytes
             self.card.counters.bytes_read += moving.size_bytes
-            whole = not isinstance(call, _Piece)
-            outcome = self._link.read(moving.memory, moving.digest) if whole else bulk.DONE
-            self._link.ended(call, outcome)
+            if isinstance(call, _Piece):
+                self._link.ended(call, bulk.DONE)
+            else:
+                self._link.read(now, call, moving.memory, moving.digest)
         else:
             counters.rdma_blocks_written_total += 1
             counters.rdma_bytes_written_total += moving.size_bytes

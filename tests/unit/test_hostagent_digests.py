@@ -1,4 +1,4 @@
-"""Puts whose digests are made beside all else: in parts, by a thread, and with whatever happens
+"""Puts whose digests are made beside all else: in parts, by threads, and with whatever happens
 meanwhile.
 
 The oracle is what was written, and xxHash itself.
@@ -15,8 +15,9 @@ import pytest
 from kvcast.hostagent import digests
 from kvcast.hostagent.core.sessions import Session
 from kvcast.hostagent.core.store import Store
-from kvcast.hostagent.core.writes import COMMITTED_AT_ONCE, Digested, digests_at_once
-from kvcast.hostagent.digests import INLINE_BYTES, DigestThread
+from kvcast.hostagent.core.writes import COMMITTED_AT_ONCE
+from kvcast.hostagent.digests import INLINE_BYTES, DigestThreads
+from kvcast.protocol.digests import Digested, digests_at_once
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.wire import BlockId, digest_of
 from test_hostagent_core import SLAB, Node, key, pool_map
@@ -128,14 +129,14 @@ def test_digests_of_much_and_of_many_are_made_by_a_thread(
 
     async def make() -> tuple[list[int], int]:
         pumped: list[None] = []
-        thread = DigestThread(node.core, lambda: pumped.append(None))
+        threads = DigestThreads(node.core, lambda: pumped.append(None))
         made: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         blocks = list(map(memoryview, datas))
         node.core.writes.make_digests(0.0, blocks, lambda _now, found: made.set_result(found))
         assert made.done() != by_thread
         found = await made
         await asyncio.sleep(0)
-        thread.close()
+        threads.close()
         return found, len(pumped)
 
     found, pumped = asyncio.run(make())
@@ -145,7 +146,7 @@ def test_digests_of_much_and_of_many_are_made_by_a_thread(
     assert threading.main_thread() not in by
 
 
-def test_nobody_looks_at_the_arena_or_hears_of_it_once_the_thread_was_closed(
+def test_nobody_looks_at_the_arena_or_hears_of_it_once_the_threads_were_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     node = Node(1)
@@ -161,12 +162,12 @@ def test_nobody_looks_at_the_arena_or_hears_of_it_once_the_thread_was_closed(
     monkeypatch.setattr(digests, "digest_of", slowly)
 
     async def close() -> None:
-        thread = DigestThread(node.core, lambda: None)
+        threads = DigestThreads(node.core, lambda: None)
         view = memoryview(bytes(INLINE_BYTES + 1))
         node.core.writes.make_digests(0.0, [view], lambda *told: heard.append(told))
         assert await asyncio.to_thread(begun.wait, 10)
         threading.Timer(0.05, may_end.set).start()
-        thread.close()
+        threads.close()
         assert ended
         await asyncio.sleep(0.01)
 

@@ -26,11 +26,12 @@ from kvcast.hostagent.core.store import (
     NoRoomError,
     Store,
 )
-from kvcast.hostagent.core.writes import COMMITTED_AT_ONCE, Digested, digests_at_once
+from kvcast.hostagent.core.writes import COMMITTED_AT_ONCE
 from kvcast.hostagent.tiers import policies
 from kvcast.hostagent.tiers.arena import GRAIN_BYTES, Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.hostagent.tiers.ledger import HANDLE, LEDGER_BYTES, NO_ROW, ROWS, Ledger, Row
+from kvcast.protocol.digests import Digested, digests_at_once
 from kvcast.protocol.links.bulk import PutCall
 from kvcast.protocol.messages import bulk, local, shared
 from kvcast.protocol.messages.bulk import meaning_of

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from kvcast.hostagent.core.metrics import Metrics
+from kvcast.protocol.digests import Digested, digests_at_once
 from kvcast.protocol.links import bulk_caller, call_queue, rdma_caller
 from kvcast.protocol.links.bulk import (
     EVICTED,
@@ -199,7 +200,10 @@ class Bench:
         self.caller = RdmaCaller(
             *("node-1", options, self.metrics, lambda copy: copy.view, self.link_cards),
             lambda namespace: (weights or {}).get(namespace, 1.0),
+            self.make_digests,
         )
+        self.digests_wait = False
+        self.digests_waiting: list[Callable[[], None]] = []
         self.caller.use_nodes(0.0, {2: NODE})
         self.outcomes: dict[int, str] = {}
         self.failures: list[str] = []
@@ -246,6 +250,12 @@ class Bench:
         call = PutCall(2, copy, 1, 0, 9.0, lambda: there, self.ended(number))
         self.caller.ask(self.now, call)
         self.move()
+
+    def make_digests(self, now: float, blocks: list[memoryview], then: Digested) -> None:
+        if self.digests_wait:
+            self.digests_waiting.append(lambda: digests_at_once(self.now, blocks, then))
+        else:
+            digests_at_once(now, blocks, then)
 
     def ended(self, number: int) -> Callable[[float, str], None]:
         def ended(_now: float, outcome: str) -> None:
@@ -452,6 +462,32 @@ def test_bytes_that_are_not_the_promised_ones_are_not_taken(bench: Bench) -> Non
     bench.get(1)
     bench.run(0.1)
     assert bench.outcomes == {1: bulk.WRONG_DIGEST}
+
+
+@pytest.mark.parametrize("outcome", [bulk.DONE, bulk.WRONG_DIGEST])
+@pytest.mark.parametrize("cards", [1, 2])
+def test_a_get_ends_when_its_digest_is_known_whatever_becomes_of_its_pairs(
+    cards: int, outcome: str, cut_small: None
+) -> None:
+    bench = ready(*[10] * cards)
+    bench.digests_wait = True
+    held = bench.service.hold(1, data_of(1, LARGE))
+    held.view[777] ^= outcome == bulk.WRONG_DIGEST
+    room = bench.get(1, size=LARGE)
+    bench.run(0.1)
+    assert len(bench.digests_waiting) == 1
+    assert min(bytes_read(bench)) > 0
+    assert bytes(room) == bytes(held.view)
+    for number in range(cards):
+        bench.cards[number].die()
+    for connection, _, callee, _ in bench.links:
+        callee.lost(bench.now)
+        connection.lost(bench.now, "gone")
+    bench.move()
+    assert bench.outcomes == {}
+    bench.digests_waiting.pop()()
+    bench.move()
+    assert bench.outcomes == {1: outcome}
 
 
 def test_a_bit_that_flips_on_the_way_of_a_put_is_found_by_the_home(bench: Bench) -> None:
