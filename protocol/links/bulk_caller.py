@@ -38,6 +38,13 @@ from kvcast.protocol.links.bulk import (
     GetCall,
     PutCall,
 )
+from kvcast.protocol.links.bulk_request import (
+    ANSWERS,
+    TRANSITIONS,
+    UNANSWERED,
+    RequestEvent,
+    RequestState,
+)
 from kvcast.protocol.links.call_queue import CallQueue, namespace_of
 from kvcast.protocol.links.departures import Departures, Turn, earliest
 from kvcast.protocol.links.stream import LinkError, LinkStream
@@ -229,11 +236,10 @@ class BulkCaller:
                 assert not peer.queue or len(peer.busy) >= most
                 assert not peer.queue or self._next_flow(peer) is None
             assert len(peer.queue) <= self.options.queue_per_peer
-            for connection in peer.idle:
-                assert connection.is_connected
             for connection in (*peer.busy, *peer.idle):
                 assert not connection.closed
                 assert (not connection.calls) == (connection in peer.idle)
+                assert (not connection.calls) == (connection.state is RequestState.IDLE)
                 connection.check()
 
     # --- calls and connections ----------------------------------------------------------------
@@ -314,7 +320,8 @@ class BulkConnection(LinkStream[CalleeMessage]):
         self.peer = peer
         self.calls: deque[BulkCall] = deque()
         """Those that have not ended, in order."""
-        self.is_connected = False
+        self.state = RequestState.CONNECTING
+        """Of the calls that have not ended."""
         self.put_back = False
         """Some of the calls come with the next answer: they wait until this is free."""
         self._last_moment = 0.0
@@ -322,10 +329,6 @@ class BulkConnection(LinkStream[CalleeMessage]):
         self._link = link
         self._reused = False
         """The calls began on a connection that was there already."""
-        self._answered = False
-        """The callee has said something about these calls,"""
-        self._given = False
-        """and has given some block."""
         self._promised: deque[int] = deque()
         """The digests of the blocks that are coming, one for each call."""
         self._refused: set[BulkCall] = set()
@@ -335,10 +338,11 @@ class BulkConnection(LinkStream[CalleeMessage]):
         self.namespace = 0
         """Of the calls that are made, or were made last."""
         self._leaving = Turn(link.departures, lambda: self.wake())
-        self._gone = False
-        """The blocks of a put have been sent,"""
-        self._unasked = False
-        """before a BulkGo."""
+
+    def _happen(self, event: RequestEvent) -> None:
+        after = TRANSITIONS[self.state].get(event)
+        assert after is not None, f"{event} in {self.state}"
+        self.state = after
 
     # --- events -------------------------------------------------------------------------------
 
@@ -347,13 +351,9 @@ class BulkConnection(LinkStream[CalleeMessage]):
         self.calls.extend(calls)
         self.namespace = namespace_of(calls[0])
         self._last_moment = min(call.deadline for call in calls)
-        self._reused = self.is_connected
-        self._answered = False
-        self._given = False
+        self._reused = self.state is RequestState.IDLE
         self.put_back = False
-        self._gone = False
-        self._unasked = False
-        if self.is_connected:
+        if self._reused:
             self._request(now)
         else:
             self._deadline = min(self._last_moment, now + self._link.options.connect_timeout_s)
@@ -363,7 +363,6 @@ class BulkConnection(LinkStream[CalleeMessage]):
         if self.closed:
             return
         assert self.calls
-        self.is_connected = True
         self._send(BulkHello(BULK_PROTOCOL_VERSION, self._link.node_id))
         self._request(now)
 
@@ -406,45 +405,51 @@ class BulkConnection(LinkStream[CalleeMessage]):
                     headers.append(header)
                 in_all_bytes = sum(header.size_bytes for header in headers)
                 short = in_all_bytes <= MAX_FOLLOWING_BYTES
-                self._unasked = self._gone = first.at_once and short and self.peer.wants_puts
+                unasked = first.at_once and short and self.peer.wants_puts
+                self._happen(RequestEvent.PUT_AHEAD if unasked else RequestEvent.ASK)
                 self._send(
                     BulkPut(
                         first.copy.block.namespace,
                         first.epoch,
                         first.meaning,
                         headers,
-                        self._unasked,
+                        unasked,
                         first.spare,
                     )
                 )
-                if self._unasked:
+                if unasked:
                     for call in self.calls:
                         assert isinstance(call, PutCall)
                         self._send_block(self._link.view(call.copy))
             case GetCall(block=block) as first:
+                self._happen(RequestEvent.ASK)
                 wanted = []
                 for call in self.calls:
                     assert isinstance(call, GetCall)
                     wanted.append(WantedBlock(call.block.key, call.digest, call.start_bytes))
                 self._send(BulkGet(block.namespace, wanted, first.may_read))
             case DropCall() as call:
+                self._happen(RequestEvent.ASK)
                 self._send(BulkDrop(call.namespace, call.keys))
             case ExistsCall() as call:
+                self._happen(RequestEvent.ASK)
                 self._send(BulkExists(call.namespace, call.keys))
 
     def _message(self, now: float, message: CalleeMessage) -> None:
-        self._answered = True
-        match self.calls[0] if self.calls else None, message:
-            case None, _:
-                raise LinkError(f"{type(message).__name__} without a request")
+        if not self.calls:
+            raise LinkError(f"{type(message).__name__} without a request")
+        call = self.calls[0]
+        if not isinstance(message, ANSWERS[self.state]):
+            raise LinkError(f"{type(message).__name__} as answer to a {type(call).__name__}")
+        match call, message:
             case GetCall(), BulkDone(status=bulk.DONE):
                 raise LinkError("a get is done, and there are no blocks")
-            case _, BulkDone(status=status) if not self._gone or self._unasked:
+            case _, BulkDone(status=status):
                 self._all_done(now, [status] * len(self.calls))
-            case PutCall(), BulkGo(statuses=statuses) if not self._gone:
+            case PutCall(), BulkGo(statuses=statuses):
                 self._go(now, statuses)
-            case PutCall(), BulkTaken(statuses=statuses) if self._gone:
-                if self._unasked:
+            case PutCall(), BulkTaken(statuses=statuses):
+                if self.state is RequestState.FOLLOWED:
                     self.peer.wants_puts = set(statuses) == {bulk.DONE}
                 self._all_done(now, statuses)
             case ExistsCall() as call, BulkHeld(bitmap=bitmap):
@@ -452,14 +457,14 @@ class BulkConnection(LinkStream[CalleeMessage]):
                 self._all_done(now, [bulk.DONE])
             case GetCall(), BulkBlocks(blocks=blocks):
                 self._receive_blocks(now, blocks)
-            case call, _:
+            case _:
                 raise LinkError(f"{type(message).__name__} as answer to a {type(call).__name__}")
 
     def _go(self, now: float, statuses: list[str]) -> None:
         """Send what is wanted; the other puts have ended."""
         if len(statuses) != len(self.calls):
             raise LinkError(f"{len(statuses)} statuses for {len(self.calls)} blocks")
-        self._gone = True
+        self._happen(RequestEvent.GO)
         self.peer.wants_puts = set(statuses) == {bulk.WANTED}
         calls, self.calls = self.calls, deque()
         for call, status in zip(calls, statuses, strict=True):
@@ -485,15 +490,16 @@ class BulkConnection(LinkStream[CalleeMessage]):
             assert isinstance(call, GetCall)
             if header.status == bulk.DONE and header.size_bytes <= call.start_bytes:
                 raise LinkError(f"a block of {header.size_bytes} bytes from {call.start_bytes} on")
-        if headers[0].status == bulk.LATER and not self._given:
+        if headers[0].status == bulk.LATER and self.state is not RequestState.GIVEN:
             raise LinkError("the first block is for later")
+        gives = any(header.status == bulk.DONE for header in headers)
+        self._happen(RequestEvent.GIVE if gives else RequestEvent.REFUSE)
         behind = list(self.calls)[len(headers) :]
         self.calls.clear()
         later: list[BulkCall] = []
         skipped_bytes = 0
         for call, header in told:
             assert isinstance(call, GetCall)
-            self._given |= header.status == bulk.DONE
             if header.status == bulk.LATER:
                 later.append(call)
                 continue
@@ -560,6 +566,7 @@ class BulkConnection(LinkStream[CalleeMessage]):
         self._free(now)
 
     def _free(self, now: float) -> None:
+        self._happen(RequestEvent.END)
         # The callee closes after `idle_s`; leave it the first half of that.
         self._deadline = now + self._link.options.idle_s / 2
         self._link.free(now, self)
@@ -581,7 +588,7 @@ class BulkConnection(LinkStream[CalleeMessage]):
 
     def _end_calls(self, now: float) -> None:
         calls, self.calls = self.calls, deque()
-        if self._reused and not self._answered:
+        if self._reused and self.state in UNANSWERED:
             self._link.again(self.peer, calls)
         else:
             failed = UNWANTED if self._unwanted else UNREACHABLE

@@ -17,6 +17,7 @@ rules.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Generic, TypeVar
 
 from kvcast.protocol.links.bulk import UNREACHABLE
@@ -77,6 +78,17 @@ class _Opened(Generic[S]):
     """In the window."""
 
 
+class _State(Enum):
+    """Where a request stands; it goes from one to the next."""
+
+    HELD = "held"
+    """It is not its turn yet."""
+    ANSWERED = "answered"
+    """Its windows are being opened, or are open; one that was late has none."""
+    FINISHED = "finished"
+    """Its windows are being closed."""
+
+
 @dataclass(slots=True, eq=False)
 class _Request(Generic[S]):
     """A get or a put, until its windows are closed."""
@@ -86,13 +98,11 @@ class _Request(Generic[S]):
     deadline: float
     """Until when it waits for its turn; then, the end of its lease."""
     windows: list[Window]
-    held: bool = True
-    """It is not its turn yet."""
+    state: _State = _State.HELD
     opened: dict[int, _Opened[S]] = field(default_factory=dict)
     """By the token of the order that opened it."""
     waiting: int = 0
     """Orders that have not been carried out."""
-    finished: bool = False
 
     @property
     def open_bytes(self) -> int:
@@ -160,7 +170,7 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
                 self._ask(now, self._caller, message)
             case RdmaFinished(request=number):
                 request = self._requests.get(number)
-                if request is None or request.held or request.finished or request.waiting:
+                if request is None or request.state is not _State.ANSWERED or request.waiting:
                     raise LinkError(f"request {number} is finished, which is not open")
                 self._close_windows(now, request)
             case _:
@@ -180,7 +190,7 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
         self._counters.rdma_requests_served_total += 1
 
         def begin(now: float) -> int:
-            request.held = False
+            request.state = _State.ANSWERED
             request.deadline = now + self._options.lease_s
             if isinstance(message, RdmaGet):
                 self._get(caller, request, message)
@@ -195,7 +205,7 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
         deadline = now + self._options.grant_wait_s
         request = self._requests[number] = _Request[S](number, grant, deadline, windows)
         self._grants.ask(now, grant)
-        if request.held:
+        if request.state is _State.HELD:
             self._counters.rdma_requests_held_total += 1
             self._set_deadline(now)
 
@@ -260,7 +270,7 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
             self._set_deadline(now)
 
     def _close_windows(self, now: float, request: _Request[S]) -> None:
-        request.finished = True
+        request.state = _State.FINISHED
         for opening in list(request.opened):
             self._orders.append(CloseWindow(self._token(request), opening))
 
@@ -286,13 +296,16 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
         leases = [request.deadline for request in self._requests.values()]
         self._deadline = min(leases, default=now + self._options.idle_s)
 
+    def _held(self) -> list[_Request[S]]:
+        return [item for item in self._requests.values() if item.state is _State.HELD]
+
     def _late(self, now: float) -> None:
-        late = [item for item in self._requests.values() if item.held and item.deadline <= now]
+        late = [item for item in self._held() if item.deadline <= now]
         if not late:
             self._close(now)
             return
         for request in late:
-            request.held = False
+            request.state = _State.ANSWERED
             request.windows = [Window(UNREACHABLE)] * len(request.windows)
             self._counters.rdma_requests_late_total += 1
             self._answer(now, request)
@@ -362,7 +375,7 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
     def _over(self, now: float) -> None:
         self._orders = [ClosePair()]
         # What is open stays granted until the pair is closed.
-        self._grants.end(now, *(item.grant for item in self._requests.values() if item.held))
+        self._grants.end(now, *(item.grant for item in self._held()))
 
     def _rules_broken(self, error: Exception) -> None:
         if isinstance(error, WrongCallerError):
@@ -376,5 +389,5 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
         assert len(self._requests) <= MAX_RDMA_REQUESTS or self.closed
         waiting = sum(request.waiting for request in self._requests.values())
         assert self.closed or waiting == len(self._of_token)
-        assert not any(item.held and item.opened for item in self._requests.values())
+        assert not any(item.opened for item in self._held())
         assert all(item.grant.size_bytes == item.open_bytes for item in self._requests.values())

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from math import inf
 from typing import Any, Final, NamedTuple
 
@@ -441,6 +442,27 @@ class _Part(NamedTuple):
     end: int
 
 
+class _State(Enum):
+    """Where a request stands."""
+
+    ASKED = "asked"
+    LATE = "late"
+    """Its calls have ended before it was answered."""
+    MOVING = "moving"
+    """It was answered: the bytes of those blocks that have windows move."""
+    FINISHED = "finished"
+    """The callee may close its windows."""
+
+
+_AFTER: Final = {
+    _State.ASKED: frozenset({_State.MOVING, _State.LATE}),
+    _State.LATE: frozenset({_State.FINISHED}),
+    _State.MOVING: frozenset({_State.FINISHED}),
+    _State.FINISHED: frozenset[_State](),
+}
+_UNANSWERED: Final = frozenset({_State.ASKED, _State.LATE})
+
+
 @dataclass(slots=True, eq=False)
 class _Request:
     """Calls that one message asks for."""
@@ -451,10 +473,12 @@ class _Request:
     moving: list[_Moving] = field(default_factory=list)
     left: int = 0
     """Of them, those that have not ended."""
-    answered: bool = False
-    finished: bool = False
-    over: bool = False
-    """Its calls have ended before it was answered."""
+    state: _State = _State.ASKED
+
+    def becomes(self, state: _State) -> None:
+        """It goes on to that state, which must be one that can follow."""
+        assert state in _AFTER[self.state], f"{self.state} becomes {state}"
+        self.state = state
 
     @property
     def is_get(self) -> bool:
@@ -650,12 +674,14 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
                 self._fail(now, "the node has no more queue pairs")
             case RdmaWindows(request=number, windows=windows) if self._ready:
                 request = self._requests.get(number)
-                if request is None or request.answered or len(windows) != len(request.calls):
+                if request is None or request.state not in _UNANSWERED:
+                    raise LinkError(f"windows for request {number}, which waits for none")
+                if len(windows) != len(request.calls):
                     raise LinkError(f"{len(windows)} windows for request {number}")
                 self._use(now, request, windows)
             case RdmaTaken(request=number, statuses=statuses) if self._ready:
                 request = self._requests.get(number)
-                if request is None or not request.finished:
+                if request is None or request.state is not _State.FINISHED:
                     raise LinkError(f"request {number} is taken, which is not finished")
                 if len(statuses) != (0 if request.is_get else len(request.moving)):
                     raise LinkError(f"{len(statuses)} statuses for request {number}")
@@ -675,10 +701,10 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
             is_short = isinstance(call, GetCall) and window.size_bytes <= call.start_bytes
             if window.status == wanted and is_short:
                 raise LinkError(f"a block of {window.size_bytes} bytes, of which there are more")
-        request.answered = True
-        if request.over:
+        if request.state is _State.LATE:
             self._return_windows(now, request, windows)
             return
+        request.becomes(_State.MOVING)
         opened = False
         for place, (call, window) in enumerate(zip(request.calls, windows, strict=True)):
             if window.status != wanted:
@@ -771,7 +797,7 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
 
     def _finish(self, request: _Request) -> None:
         """Everything has moved: the callee may close its windows."""
-        request.finished = True
+        request.becomes(_State.FINISHED)
         self._send(RdmaFinished(request.number))
         if request.is_get:
             request.deadline = inf  # its calls have ended; `silence_s` remains
@@ -809,8 +835,9 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
         """End the gets without windows whose deadlines have come, which the callee does not know;
         whether that is all that had to be done."""
         for request in self._requests.values():
-            if request.deadline <= now and request.is_get and not request.answered:
-                request.over, request.deadline = True, inf
+            if request.deadline <= now and request.is_get and request.state is _State.ASKED:
+                request.becomes(_State.LATE)
+                request.deadline = inf
                 for call in request.calls:
                     self._link.ended(call, UNREACHABLE)
         self._set_deadline(now)
@@ -831,12 +858,12 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
         problem = self._why or "closed" if self._requests or not self._ready else ""
         calls = []
         for request in self._requests.values():
-            if request.over:
+            if request.state is _State.LATE:
                 continue
             ended = {moving.call for moving in request.moving if not self._is_open(request, moving)}
             begun = {moving.call for moving in request.moving}
             for call in request.calls:
-                if call not in ended and (call in begun or not request.answered):
+                if call not in ended and (call in begun or request.state is _State.ASKED):
                     calls.append(call)
         self._requests.clear()
         for part in self._posted.values():

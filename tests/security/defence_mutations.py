@@ -1199,7 +1199,6 @@ def _written_not_verified() -> AbstractContextManager[object]:
 def _windows_left_open() -> AbstractContextManager[object]:
     def ends(close_windows: Any) -> Any:
         def close(self: Any, now: float, request: Any) -> None:
-            request.finished = True
             self._end_request(now, request)
 
         return close

@@ -38,6 +38,7 @@ from kvcast.protocol.links.bulk_caller import (
     Complete,
     Connect,
 )
+from kvcast.protocol.links.bulk_request import RequestEvent, RequestState
 from kvcast.protocol.links.departures import LATELY_S, Departures
 from kvcast.protocol.links.stream import LinkStream
 from kvcast.protocol.messages import bulk
@@ -524,6 +525,18 @@ def test_an_answer_that_cannot_be_ends_the_connection_and_the_call(answer: bytes
     assert connection.problem
     assert caller.outcomes == [("put", UNREACHABLE)]
     assert caller.metrics.bulk_protocol_errors_total == 1
+
+
+def test_what_cannot_happen_to_a_request_is_a_fault_of_ours_and_found_at_once() -> None:
+    caller = Caller()
+    caller.ask(0.0, caller.put("put", at_once=True))
+    connection = caller.connected()
+    assert connection.state is RequestState.FOLLOWED
+    with pytest.raises(AssertionError, match=r"GO in RequestState\.FOLLOWED"):
+        connection._happen(RequestEvent.GO)
+    converse(caller, connection, serve(Service()))
+    assert connection.state is RequestState.IDLE
+    assert caller.outcomes == [("put", "done")]
 
 
 def test_an_answer_to_no_question_is_not_kept_for_the_next_one() -> None:
