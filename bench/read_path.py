@@ -44,7 +44,7 @@ from kvcast.hostagent.network.datagrams import (
     open_udp,
 )
 from kvcast.hostagent.tiers.arena import SLAB_BYTES, Allocator, ArenaFile
-from kvcast.native.linux import recvmmsg
+from kvcast.native.linux import MSG_WAITFORONE, recvmmsg
 from kvcast.native.subset import I32, Library, atomic_load, native, unsigned
 from kvcast.protocol.messages.control import NamespaceInfo, NodeInfo, PoolMap
 from kvcast.protocol.messages.ethernet import FRAME_OVERHEAD_BYTES, Endpoint, parse_ip, parse_mac
@@ -64,7 +64,6 @@ HOME, READER = 0, 1
 _IPS: Final = ("127.0.0.1", "127.0.0.2")
 _MACS: Final = ("02:6b:76:00:00:01", "02:6b:76:00:00:02")
 _BUFFER_BYTES: Final = 8 << 20
-_WAIT_FOR_ONE: Final = 0x10000  # MSG_WAITFORONE
 _PIECE_BYTES: Final = 61_000
 """What the bare sender hands over at once where the agent may, too."""
 
@@ -236,7 +235,7 @@ def _costs(before: float, core: AgentCore) -> dict[str, Any]:
 def take_all(traffic: Traffic, source: I32) -> None:
     """Take what arrives, all of its bytes, until `stop`; the socket has a timeout."""
     while atomic_load(traffic.stop) == 0:
-        arrived = recvmmsg(source, traffic.messages, BATCH, _WAIT_FOR_ONE, 0)
+        arrived = recvmmsg(source, traffic.messages, BATCH, MSG_WAITFORONE, 0)
         if arrived > 0:
             for i in range(unsigned(arrived)):
                 traffic.received += traffic.messages[i].length

@@ -23,6 +23,7 @@ from typing import Any, Final, Self
 from kvcast.native.linux import (
     CLOCK_MONOTONIC,
     MSG_TRUNC,
+    MSG_WAITFORONE,
     IoVec,
     MsgHdr,
     TimeSpec,
@@ -48,7 +49,6 @@ from kvcast.native.subset import (
 BATCH: Final = 64
 _SLOT_BYTES: Final = 10_432
 SOL_UDP, UDP_SEGMENT, UDP_GRO = 17, 103, 104  # linux/udp.h
-_WAIT_FOR_ONE: Final = 0x10000  # MSG_WAITFORONE
 
 
 class Traffic(Struct):
@@ -76,7 +76,7 @@ def clock_ns(traffic: Traffic) -> U64:
 def forward_bare(traffic: Traffic, source: I32, sink: I32) -> None:
     """Forward until `stop`; the receiving socket has a timeout."""
     while atomic_load(traffic.stop) == 0:
-        arrived = recvmmsg(source, traffic.messages, BATCH, _WAIT_FOR_ONE, 0)
+        arrived = recvmmsg(source, traffic.messages, BATCH, MSG_WAITFORONE, 0)
         if arrived <= 0:
             continue
         count = unsigned(arrived)
@@ -92,7 +92,7 @@ def forward_bare(traffic: Traffic, source: I32, sink: I32) -> None:
 def count_bytes(traffic: Traffic, source: I32) -> None:
     """Count what arrives until `stop`, without looking at it; the socket has a timeout."""
     while atomic_load(traffic.stop) == 0:
-        arrived = recvmmsg(source, traffic.messages, BATCH, _WAIT_FOR_ONE | MSG_TRUNC, 0)
+        arrived = recvmmsg(source, traffic.messages, BATCH, MSG_WAITFORONE | MSG_TRUNC, 0)
         if arrived > 0:
             for i in range(unsigned(arrived)):
                 traffic.received += traffic.messages[i].length

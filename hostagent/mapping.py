@@ -18,7 +18,7 @@ from typing import Final
 
 _HUGE_BYTES: Final = 2 << 20
 """Of x86-64, and of others whose small pages are of 4 KiB; elsewhere it does no harm."""
-_MAP_FIXED: Final = 0x10
+MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000  # linux/mman.h of all that Python's wheels are made for
 _MADV_POPULATE_WRITE: Final = 23  # linux/mman.h
 _FAILED: Final = ctypes.c_void_p(-1).value
@@ -69,7 +69,7 @@ def _mapped_in_room(
     libc.mmap.argtypes = (word, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
     address = ctypes.addressof(ctypes.c_char.from_buffer(room))
     start = -address % _HUGE_BYTES
-    if libc.mmap(address + start, size_bytes, protection, flags | _MAP_FIXED, fd, 0) != _FAILED:
+    if libc.mmap(address + start, size_bytes, protection, flags | MAP_FIXED, fd, 0) != _FAILED:
         return room, start
     room.close()
     return None

@@ -48,6 +48,7 @@ from kvcast.protocol.messages.shared import (
     HELD,
     KIND_WORD,
     MULTIPLIERS,
+    NAMESPACES,
     SLOT_BITS,
     SLOTS_A_BUCKET,
     STATE_SHIFT,
@@ -90,7 +91,6 @@ OFFER_CODE: Final = len(CHUNKINGS)
 """What stands for the size of chunks where a job is an OFFER."""
 MAX_NAMESPACES_WITH_NODES: Final = 254
 """Namespaces for some nodes only of which the lane knows; READs of others go to Python."""
-_NAMESPACES: Final = 1 << 16
 _ANYBODY: Final = 1
 _FIRST_ROW: Final = 2
 _OP_AT: Final = KVCAST.offset_of("op")
@@ -414,7 +414,7 @@ class Lane:
         self._jobs = (ctypes_of(Job) * JOBS)()
         self._answered = (ctypes_of(NativeAnswered) * JOBS)()
         self._answered_view = memoryview(self._answered).cast("B")
-        self._access = bytearray(_NAMESPACES)
+        self._access = bytearray(NAMESPACES)
         self._rows = bytearray(1)
         self._offer = bytearray(OFFER_BYTES)
         self.send: Callable[[int, int], None] = lambda _jobs, _count: None
@@ -447,7 +447,7 @@ class Lane:
         """What follows from the pool's map: by namespace which nodes may use it (None: all), and
         an OFFER's payload (b"": none is made)."""
         assert len(offer) in (0, OFFER_BYTES)
-        self._access[:] = bytes(_NAMESPACES)
+        self._access[:] = bytes(NAMESPACES)
         restricted = [(n, nodes) for n, nodes in access.items() if nodes is not None]
         restricted = restricted[:MAX_NAMESPACES_WITH_NODES]
         room = 1 + max((node for _, nodes in restricted for node in nodes), default=0)

@@ -43,7 +43,12 @@ from kvcast.native.subset import (
     u32_at,
     u64_at,
 )
-from kvcast.protocol.messages.ethernet import FRAME_OVERHEAD_BYTES, Endpoint
+from kvcast.protocol.messages.ethernet import (
+    FRAGMENT_BITS,
+    FRAME_OVERHEAD_BYTES,
+    VERSION_IHL,
+    Endpoint,
+)
 from kvcast.protocol.messages.wire import (
     CHUNK_BYTES,
     CHUNKS_PER_SEGMENT,
@@ -111,8 +116,6 @@ _UDP_AT: Final = _IP_AT + IPV4.size_bytes
 _OWN_PORT_AT: Final = _UDP_AT + _at(UDP, "dst_port")
 _UDP_LENGTH_AT: Final = _UDP_AT + _at(UDP, "length")
 _UDP_CHECKSUM_AT: Final = _UDP_AT + _at(UDP, "checksum")
-_VERSION_IHL: Final = 0x45
-_FRAGMENT_BITS: Final = 0x3FFF
 _IP_HEADER_BYTES: Final = IPV4.size_bytes
 _FULL: Final = (1 << 64) - 1
 _INDEX: Final = (1 << SEGMENT_INDEX_BITS) - 1
@@ -353,7 +356,7 @@ def unwrapped_end(at: U64, length: U64) -> U64:
     if length < _LEAD or _u16(at + _ETHER_TYPE_AT) != ETHERTYPE_IPV4:
         return 0
     b = bytes_at(at)
-    if b[_IP_AT] != _VERSION_IHL or (_u16(at + _FRAGMENT_AT) & _FRAGMENT_BITS) != 0:
+    if b[_IP_AT] != VERSION_IHL or (_u16(at + _FRAGMENT_AT) & FRAGMENT_BITS) != 0:
         return 0
     if b[_PROTOCOL_AT] != IP_PROTOCOL_UDP:
         return 0

@@ -140,7 +140,7 @@ ROOM_SPARE: Final = 4
 """The client is given it with the answer to its next put."""
 TICKETS: Final = 2048
 
-_DIGEST_BYTES: Final = 8
+DIGEST_BYTES: Final = 8
 _TICKET_WORD: Final = PUT_QUESTION.size // WORD_BYTES - 1
 _ROOM_BYTES: Final = ROOM.size
 
@@ -564,7 +564,7 @@ def _push_to(p: Pushing, pusher: Pusher, place: U64, now_ns: U64) -> None:
     sending.room = place
     sending.push_left = size_of(Push)
     sending.left = room.size
-    sending.digest_left = 0 + _DIGEST_BYTES
+    sending.digest_left = 0 + DIGEST_BYTES
     if pusher.count == 0:
         pusher.until_ns = now_ns + p.silence_ns
     pusher.count += 1
@@ -945,7 +945,7 @@ VERDICT: Final = struct.Struct("<QQ")
 """and a `Verdict`."""
 assert PUSH.size == ctypes.sizeof(ctypes_of(Push))
 assert VERDICT.size == ctypes.sizeof(ctypes_of(Verdict))
-assert DIGEST.size == _DIGEST_BYTES
+assert DIGEST.size == DIGEST_BYTES
 assert ANSWER.size == ctypes.sizeof(ctypes_of(Answer)) - WORD_BYTES
 _ENDED: Final = struct.Struct(f"=IIII{4 * MOST_HOMES}s16s5Q")
 _LANDED: Final = struct.Struct("=IIII16s16sQII3Q")

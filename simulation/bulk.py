@@ -68,7 +68,7 @@ class Watched:
     def end_put(self, block: PutHeader, copy: Copy, digest: int) -> str:
         namespace = copy.block.namespace
         status = self._serving.end_put(block, copy, digest)
-        if status in (bulk.DONE, bulk.HELD):
+        if status in bulk.LANDED:
             self._acknowledged(namespace, block.key)
         return status
 

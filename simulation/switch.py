@@ -27,7 +27,7 @@ from kvcast.controller.core.reconcile import (
     apply,
 )
 from kvcast.controller.core.tiers import HeatSample
-from kvcast.controller.switch.control_loop import SwitchError
+from kvcast.controller.switch.control_loop import WRITE_BATCH, SwitchError
 from kvcast.p4 import artefact
 from kvcast.protocol.messages.wire import KEY_BYTES, BlockId
 from kvcast.simulation.network import Link
@@ -40,7 +40,6 @@ from kvcast.switchsim.reference.switch import Switch
 
 CROSSING_S: Final = 2e-6
 RPC_S: Final = 400e-6
-WRITE_BATCH: Final = 200
 CONNECT_S: Final = 0.02
 RETRY_S: Final = 0.2
 DIGEST_S: Final = 0.02

@@ -24,6 +24,9 @@ MAX_STEPS = 1_000_000
 MAX_SHIFT = 1 << 16
 """A left shift beyond the widest field leaves nothing in any field; so it gives 0 at once."""
 
+UNLIMITED = 1 << 62
+"""Bytes that a frame is cut to which nobody cuts."""
+
 # PktInstanceType of simple_switch.
 NORMAL, INGRESS_CLONE, EGRESS_CLONE = 0, 1, 2
 RECIRCULATED, REPLICATION, RESUBMITTED = 4, 5, 6

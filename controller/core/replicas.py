@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
-from kvcast.controller.core.requests import OpenRequests, Outgoing
+from kvcast.controller.core.requests import DESCRIBE_BATCH, OpenRequests, Outgoing
 from kvcast.protocol.messages.control import (
     MAX_REPLICATED,
     BlockRef,
@@ -52,7 +52,6 @@ REQUEST_TIMEOUT_S: Final = 5.0
 MAX_BLOCKS_A_NODE: Final = 1024
 """Blocks of which it is remembered how much a node sends, and up to a half more until the
 least-read are forgotten."""
-DESCRIBE_BATCH: Final = 64
 _NOTHING_BYTES_PER_S: Final = 1.0
 _LEAST_SCALE: Final = 1e-100
 """Below, rates are written down anew, long before a number is too small for a float."""

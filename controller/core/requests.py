@@ -16,6 +16,8 @@ Outgoing = list[tuple[str, msgspec.Struct]]
 """(node id, message): what is to be said to agents."""
 MAX_OPEN = 128
 """Beyond it a question is not asked now; the tick that wanted it will want it again."""
+DESCRIBE_BATCH = 64
+"""Blocks a Describe asks about; also the most candidates that `tiers` looks at in a tick."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from kvcast.controller.core.admission import (
     choose,
 )
 from kvcast.controller.core.ghosts import Ghosts
-from kvcast.controller.core.requests import OpenRequests, Outgoing
+from kvcast.controller.core.requests import DESCRIBE_BATCH, OpenRequests, Outgoing
 from kvcast.controller.core.residency import Residency, Resident
 from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.protocol.messages.control import (
@@ -48,8 +48,6 @@ from kvcast.protocol.messages.wire import (
     segment_index,
 )
 
-DESCRIBE_BATCH = 64
-"""Blocks a Describe asks about; also the most candidates that are looked at a tick."""
 REQUEST_TIMEOUT_S = 2.0
 DESCRIPTION_AGE_S = 10.0
 """How long a description, or its absence, is believed."""

@@ -39,7 +39,7 @@ from kvcast.controller.core.reconcile import (
     apply,
 )
 from kvcast.controller.core.tiers import HeatSample
-from kvcast.controller.switch.control_loop import SwitchError
+from kvcast.controller.switch.control_loop import WRITE_BATCH, SwitchError
 from kvcast.protocol.links.backoff import Backoff
 from kvcast.protocol.messages.wire import KEY_BYTES, BlockId
 from kvcast.service.tls import TlsFiles
@@ -48,8 +48,6 @@ log = logging.getLogger("kvcast.controller.switch.connection")
 
 T = TypeVar("T")
 
-WRITE_BATCH = 200
-"""Updates in one WriteRequest."""
 CONNECT_TIMEOUT_S = 30.0
 """For connection, arbitration and pipeline push together."""
 RETRY_FIRST_S = 0.2

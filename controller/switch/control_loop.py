@@ -28,6 +28,8 @@ from kvcast.protocol.messages.framing import FramingError
 
 log = logging.getLogger("kvcast.controller")
 
+WRITE_BATCH = 200
+"""Updates in one WriteRequest."""
 RETRY_SWITCH_S = 1.0
 SWITCH_GRACE_S = 3.0
 HEAT_PAUSE_S = 0.05

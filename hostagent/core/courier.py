@@ -52,6 +52,7 @@ from kvcast.protocol.messages.wire import (
     BUCKETS,
     CELLS,
     CHUNKINGS,
+    DIGEST_STATE_BYTES,
     FLAG_PADDED,
     FLAG_RESIDENT,
     FLAG_SHARED,
@@ -106,8 +107,6 @@ _NODES: Final = 1 << 16
 """Nodes have indices of 16 bits."""
 _READ_LEAD: Final = 64
 """Bytes in front of the READ, for whatever it is wrapped in."""
-_STATE_BYTES: Final = 1024
-"""XXH3_state_t has 576, at a multiple of 64."""
 
 
 assert courier.RECORDS * RECORD.size <= MOMENT_BYTES
@@ -370,7 +369,7 @@ class Courier:
         mine.index, mine.index_bits = index_address, index_bits
         self.read = bytearray(_READ_LEAD + len(_read_of(CELLS.code, padded=True)))
         mine.read = address_of_buffer(self.read) + _READ_LEAD
-        self._state = bytearray(_STATE_BYTES)
+        self._state = bytearray(DIGEST_STATE_BYTES)
         mine.state = address_of_buffer(self._state) + 63 & ~63
         mine.reset, mine.update, mine.digest = hashing
         self._reasons = (ctypes.c_uint64 * len(courier.REASONS))()

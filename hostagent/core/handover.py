@@ -55,7 +55,6 @@ REPORT_S: Final = 0.5
 MAX_WAITING: Final = 1 << 20
 """Blocks that wait to be sent; more are left out, and counted as failed."""
 _BURST_S: Final = 0.05
-_LANDED: Final = frozenset({bulk.DONE, bulk.HELD})
 _HOPELESS: Final = frozenset({bulk.FORBIDDEN, bulk.WRONG_DIGEST})
 
 
@@ -343,7 +342,7 @@ class Handover:
 
     def _ended(self, now: float, task: _Task, size_bytes: int, outcome: str) -> None:
         self._in_flight -= 1
-        if outcome in _LANDED:
+        if outcome in bulk.LANDED:
             self.counters.blocks += 1
             if outcome == bulk.DONE:
                 self.counters.bytes += size_bytes

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvcast.hostagent.core.histogram import FETCH_BOUNDS_S, Histogram
+from kvcast.hostagent.core.store import EVICTED, EXPIRED
 from kvcast.protocol.requester import MissReason
 
 COLD: Final = "cold"
@@ -19,7 +20,6 @@ COLD: Final = "cold"
 EVICTED_DRAM: Final = "evicted_dram"
 EVICTED_ARENA: Final = "evicted_arena"
 EVICTED_SSD: Final = "evicted_ssd"
-EXPIRED: Final = "expired"
 TIMED_OUT: Final = "timed_out"
 FAILED: Final = "failed"
 NO_ROOM: Final = "no_room"
@@ -37,10 +37,10 @@ _OF_REQUESTER: Final = {
 others failed."""
 _NOWHERE: Final = frozenset({MissReason.NOT_FOUND, MissReason.NO_HOME})
 _WHY_GONE: Final = {
-    "evicted": EVICTED_DRAM,
+    EVICTED: EVICTED_DRAM,
     EVICTED_ARENA: EVICTED_ARENA,
     EVICTED_SSD: EVICTED_SSD,
-    "expired": EXPIRED,
+    EXPIRED: EXPIRED,
     "": COLD,
 }
 

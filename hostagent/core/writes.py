@@ -47,8 +47,6 @@ ACKS: Final = (ACK_HOME, ACK_LOCAL, ACK_REPLICAS)
 COMMITTED_AT_ONCE: Final = 64
 """Blocks of a batch: others wait no longer than these take."""
 
-_LANDED: Final = frozenset({bulk.DONE, bulk.HELD})
-
 
 @dataclass(frozen=True)
 class WriteOptions:
@@ -269,7 +267,7 @@ class Writes:
             if pinned:
                 self._store.unpin(copy)
             put.waiting.discard(node)
-            if outcome in _LANDED:
+            if outcome in bulk.LANDED:
                 put.copies += 1
                 if node == put.first_home and put.ack == ACK_HOME:
                     self._answer(batch, put, local.OK)

@@ -49,9 +49,9 @@ TIMEOUT: Final = 14
 """The card sends again after 4.096 us << 14 = 67 ms."""
 RETRIES: Final = 7
 _MIN_TIMER: Final = 12
-_POLLED: Final = 64
+POLLED: Final = 64
 """Completions taken at once."""
-_POLLS: Final = 16
+POLLS: Final = 16
 """Times that is done before others have their turn."""
 _PAUSE_S: Final = 0.0005
 _NUMBERS: Final = 1 << 16
@@ -311,7 +311,7 @@ class CallingCard:
             # nobody else; a key of the one is worth nothing to a queue pair of the other.
             self.local_key, _ = card.register(memory, libverbs.LOCAL_WRITE)
             self._completions = card.make_completions(entries)
-            self._polled = (ctypes.c_uint32 * (_POLLED * COMPLETION_WORDS))()
+            self._polled = (ctypes.c_uint32 * (POLLED * COMPLETION_WORDS))()
             card.notify(self._completions, 0)
         except BaseException:
             card.close()
@@ -405,10 +405,10 @@ class CallingCard:
 
     def _poll(self) -> None:
         words = memoryview(self._polled).cast("B").cast("I")
-        for _ in range(_POLLS):
+        for _ in range(POLLS):
             if not self._card.ends:
                 return  # closed by whoever was told
-            count = self._card.poll(self._completions, _POLLED, ctypes.addressof(self._polled))
+            count = self._card.poll(self._completions, POLLED, ctypes.addressof(self._polled))
             if count <= 0:
                 return
             by_pair: dict[_CallingPair, list[Completed]] = {}

@@ -62,9 +62,8 @@ from kvcast.protocol.conveyor import (
 from kvcast.protocol.courier import Courier, block_came, cut_off, progressed, reply_came
 from kvcast.protocol.lookups import Lookups, counted_came
 from kvcast.protocol.meetings import Meetings
+from kvcast.service.link_driver import TURN_BYTES
 
-TURN_BYTES: Final = 4 << 20
-"""How much one connection may bring, or take, before others have their turn."""
 STILL_S: Final = 30.0
 """How long a reader may take nothing of what it has asked for."""
 

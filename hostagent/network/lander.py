@@ -57,22 +57,19 @@ from kvcast.native.subset import (
 )
 from kvcast.protocol.courier import call_digest, call_reset, call_update
 from kvcast.protocol.links.stream import Landed, Room
+from kvcast.protocol.messages.wire import DIGEST_STATE_BYTES
 from kvcast.protocol.placement import address_of_buffer
+from kvcast.service.link_driver import LOW_WATER_BYTES, MOMENT_S
 
 ROOMS: Final = 64
 """Rooms that are told at once."""
 PIECE_BYTES: Final = 256 * 1024
 """So much is read at once: the cache still has it when its digest is made."""
-LOW_WATER_BYTES: Final = 128 * 1024
-"""So much of a block is waited for before it is read, or what is left of it."""
-MOMENT_NS: Final = 200_000
-"""How long one call waits, all in all: to come back would take as long as what is waited for mostly
-takes."""
+MOMENT_NS: Final = round(MOMENT_S * 1e9)
+"""How long one call waits, all in all."""
 SINK_BYTES: Final = 64 * 1024
 _SINK: Final = bytearray(SINK_BYTES)
 """Where all connections' bytes go that nobody wants."""
-_STATE_BYTES: Final = 1024
-"""XXH3_state_t has 576, at a multiple of 64."""
 _MOST_NS: Final = 1_000_000_000
 
 # What `land` returns.
@@ -305,13 +302,13 @@ class Landings:
         self.address = ctypes.addressof(self._landings)
         """Where compiled code finds them, one after the other."""
         self._rooms = (ctypes_of(NativeRoom) * (2 * count))()
-        self._states = bytearray((count + 1) * _STATE_BYTES)
+        self._states = bytearray((count + 1) * DIGEST_STATE_BYTES)
         state = address_of_buffer(self._states) + 63 & ~63
         for number, landing in enumerate(self._landings):
             landing.fd = -1
             landing.rooms = ctypes.addressof(self._rooms[2 * number])
             landing.sink = address_of_buffer(_SINK)
-            landing.state = state + number * _STATE_BYTES
+            landing.state = state + number * DIGEST_STATE_BYTES
             landing.reset, landing.update, landing.digest = functions
 
     def begin(self, number: int, fd: int, header: int, header_bytes: int) -> None:
@@ -338,7 +335,7 @@ class Lander:
         self._address = ctypes.addressof(self._landing)
         self._rooms = bytearray(ROOMS * _ROOM.size)
         self._loaded: list[Room] = []
-        self._state = bytearray(_STATE_BYTES)
+        self._state = bytearray(DIGEST_STATE_BYTES)
         landing = self._landing
         landing.fd = fd
         landing.low_water = 1

@@ -65,6 +65,7 @@ from kvcast.protocol.messages.wire import (
     CHUNKS_PER_SEGMENT,
     FLAG_LAST,
     HEADER_BYTES,
+    KVCAST,
     MAX_DATAGRAM_BYTES,
     OFFER_BYTES,
     Frame,
@@ -88,8 +89,8 @@ _LEAD: Final = FRAME_OVERHEAD_BYTES
 _LEAD_ROOM: Final = 48
 _SLOT_BYTES: Final = 128
 """Room for a frame's headers."""
-_FLAGS_LOW_AT: Final = 3
-_CHUNK_AT: Final = 38
+_FLAGS_LOW_AT: Final = KVCAST.offset_of("flags") + 1
+_CHUNK_AT: Final = KVCAST.offset_of("chunk")
 _RAW_BYTES: Final = BATCH * (_LEAD + MAX_DATAGRAM_BYTES)
 
 # errno.h: what says that the kernel, or the interface, has no UDP_SEGMENT

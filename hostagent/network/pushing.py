@@ -15,7 +15,7 @@ import ctypes
 import socket
 import time
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Protocol
+from typing import Annotated, Any, Protocol
 
 from kvcast.hostagent.core.ends import Ends, Table
 from kvcast.hostagent.core.pushing import Pushes
@@ -46,6 +46,7 @@ from kvcast.native.subset import (
     unsigned,
 )
 from kvcast.protocol.pushing import (
+    DIGEST_BYTES,
     NODES,
     PUSH,
     PUSHES,
@@ -62,10 +63,7 @@ from kvcast.protocol.pushing import (
     push_landed,
     verdict_came,
 )
-
-TURN_BYTES: Final = 4 << 20
-"""How much one connection may bring before others have their turn."""
-_DIGEST_BYTES: Final = 8
+from kvcast.service.link_driver import TURN_BYTES
 
 
 class PushEnds(Struct):
@@ -97,7 +95,7 @@ def push_more(c: PushEnds, number: U64, now_ns: U64) -> None:
         room = p.rooms[sending.room]
         pieces = 0
         if sending.push_left + sending.left == 0:
-            c.vectors[0].base = address_of(room.digest) + _DIGEST_BYTES - sending.digest_left
+            c.vectors[0].base = address_of(room.digest) + DIGEST_BYTES - sending.digest_left
             c.vectors[0].length = sending.digest_left
             pieces += 1
             place = leaves_next(pusher, 1)
@@ -181,7 +179,7 @@ def expect_push(s: Landing, p: Pushing, r: Receiver) -> None:
         s.rooms[0].block = lands_at(p, r)
         s.rooms[0].size = r.push[0].size
         s.rooms[1].block = address_of(r.digest)
-        s.rooms[1].size = 0 + _DIGEST_BYTES
+        s.rooms[1].size = 0 + DIGEST_BYTES
         s.rooms[1].there = 0
 
 

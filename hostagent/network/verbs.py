@@ -27,7 +27,14 @@ from ipaddress import IPv6Address
 from typing import Any, Final
 
 from kvcast.hostagent.network import libverbs
-from kvcast.hostagent.network.calling_card import PORT_DOWN, RETRIES, TIMEOUT, CallingCard
+from kvcast.hostagent.network.calling_card import (
+    POLLED,
+    POLLS,
+    PORT_DOWN,
+    RETRIES,
+    TIMEOUT,
+    CallingCard,
+)
 from kvcast.protocol.links.rdma import (
     MAX_WINDOWS,
     CloseWindow,
@@ -44,10 +51,6 @@ log = logging.getLogger(__name__)
 
 _ROCE_V2: Final = 2
 """IBV_GID_TYPE_ROCE_V2 in a GID table."""
-_POLLED: Final = 64
-"""Completions taken at once."""
-_POLLS: Final = 16
-"""Times that is done before others have their turn."""
 _MAX_READS: Final = 16
 """READs in flight for one pair, as far as the card has so many."""
 
@@ -392,8 +395,8 @@ class Card:
         self._poll()
 
     def _poll(self) -> None:
-        for _ in range(_POLLS):
-            count, completions = self._completion_queue.poll(_POLLED)
+        for _ in range(POLLS):
+            count, completions = self._completion_queue.poll(POLLED)
             if count <= 0:
                 return
             by_pair: dict[_CardPair, list[tuple[int, str]]] = {}

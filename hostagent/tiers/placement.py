@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from kvcast.hostagent.mapping import MAP_FIXED
+
 log = logging.getLogger(__name__)
 
 _SET_MEMPOLICY: Final = {"x86_64": 238, "aarch64": 237}
@@ -34,7 +36,6 @@ MAX_NODE: Final = 1023
 _MASK_WORDS: Final = (MAX_NODE + 1) // 64
 _HUGE_PAGE: Final = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MADV_COLLAPSE: Final = 25
-_MAP_FIXED: Final = 0x10
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
 
@@ -89,7 +90,7 @@ def gather_pages(fd: int, size_bytes: int, goes_on: Callable[[], bool] = lambda:
     first = -(-room // page_bytes) * page_bytes
     gathered = 0
     try:
-        access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+        access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | MAP_FIXED
         if libc.mmap(first, size_bytes, access, flags, fd, 0) == _MAP_FAILED:
             return 0
         for at in range(0, size_bytes - page_bytes + 1, page_bytes):

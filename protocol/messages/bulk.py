@@ -69,6 +69,8 @@ LATER: Final = "later"
 whole answer."""
 HELD: Final = "held"
 """BulkPut: the callee holds a copy already; it stays as it is."""
+LANDED: Final = frozenset({DONE, HELD})
+"""BulkPut: the callee has a copy now."""
 NOT_FOUND: Final = "not_found"
 NOT_HOME: Final = "not_home"
 """BulkPut: by the callee's map the block is not its to hold."""

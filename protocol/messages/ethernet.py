@@ -36,9 +36,11 @@ ETHERNET_MTU_BYTES: Final = 1500
 
 _IP_START: Final = ETHERNET.size_bytes
 _UDP_START: Final = _IP_START + IPV4.size_bytes
-_VERSION_IHL: Final = 0x45
+VERSION_IHL: Final = 0x45
+"""Version 4, and a header of five words: none with options."""
 _DONT_FRAGMENT: Final = 0x4000
-_FRAGMENT_BITS: Final = 0x3FFF  # more-fragments and offset
+FRAGMENT_BITS: Final = 0x3FFF
+"""More fragments, and offset."""
 _TTL: Final = 64
 _unpack = _FRAME.unpack_from
 _MAC: Final = re.compile(r"[0-9A-Fa-f]{2}(:[0-9A-Fa-f]{2}){5}")
@@ -115,7 +117,7 @@ class Encapsulation:
                 peer.mac,
                 local.mac,
                 ETHERTYPE_IPV4,
-                _VERSION_IHL,
+                VERSION_IHL,
                 0,
                 IPV4.size_bytes + UDP.size_bytes + length,
                 0,
@@ -170,9 +172,9 @@ def unwrap(frame: Buffer) -> Datagram:
     ) = _unpack(frame)
     if ether_type != ETHERTYPE_IPV4:
         raise WireError(f"EtherType {ether_type:#06x} is not IPv4")
-    if version_ihl != _VERSION_IHL:
+    if version_ihl != VERSION_IHL:
         raise WireError(f"IPv4 version and header length {version_ihl:#04x}, not 0x45")
-    if fragment & _FRAGMENT_BITS:
+    if fragment & FRAGMENT_BITS:
         raise WireError("IPv4 fragment")
     if protocol != IP_PROTOCOL_UDP:
         raise WireError(f"IP protocol {protocol} is not UDP")

@@ -552,6 +552,10 @@ def bucket_of(key: bytes) -> int:
     return (key[-2] << 8 | key[-1]) & (BUCKETS - 1)
 
 
+DIGEST_STATE_BYTES: Final = 1024
+"""Room for a digest that is made piece by piece: XXH3_state_t has 576, at a multiple of 64."""
+
+
 def digest_of(data: Buffer) -> int:
     """The content digest of a block's bytes: xxh3_64, and 1 where that is 0 (0 means "any")."""
     return int(xxhash.xxh3_64_intdigest(data)) or 1

@@ -43,8 +43,6 @@ REG_CHECKSUM_ERROR = 56
 REG_PARSER_ERROR = 60
 _AFTER_REGISTERS = 64
 
-UNLIMITED = 1 << 62
-
 
 def align(value: int, to: int) -> int:
     return -(-value // to) * to

@@ -28,7 +28,6 @@ from kvcast.switchsim.llvm.layout import (
     REG_RECIRCULATE_LIST,
     REG_RESUBMIT_LIST,
     REG_TRUNCATE,
-    UNLIMITED,
     align,
     stored_bytes,
 )
@@ -44,6 +43,7 @@ from kvcast.switchsim.semantics import (
     RESUBMITTED,
     SESSION_MASK,
     TIMESTAMP_MASK,
+    UNLIMITED,
     Errors,
 )
 

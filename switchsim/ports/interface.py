@@ -15,6 +15,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
+from kvcast.native.linux import PACKET_AUXDATA, SOL_PACKET
 from kvcast.service.sockets import kernel_drops, mtu_of
 from kvcast.switchsim.ports.port import (
     MAX_FRAME_BYTES,
@@ -28,10 +29,8 @@ log = logging.getLogger("kvcast.switchsim.ports.interface")
 
 # From linux/if_packet.h and linux/if_ether.h; the socket module does not name them all.
 _ETH_P_ALL: Final = 0x0003
-_SOL_PACKET: Final = 263
 _PACKET_ADD_MEMBERSHIP: Final = 1
 _PACKET_MR_PROMISC: Final = 1
-_PACKET_AUXDATA: Final = 8
 _PACKET_VNET_HDR: Final = 15
 _PACKET_QDISC_BYPASS: Final = 20
 _PACKET_IGNORE_OUTGOING: Final = 23  # Linux 4.20
@@ -101,13 +100,13 @@ class InterfacePort(Port):
         packets = self._socket
         packets.setblocking(False)
         index = socket.if_nametoindex(interface)
-        packets.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
-        packets.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
-        packets.setsockopt(_SOL_PACKET, _PACKET_AUXDATA, 1)
+        packets.setsockopt(SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
+        packets.setsockopt(SOL_PACKET, _PACKET_VNET_HDR, 1)
+        packets.setsockopt(SOL_PACKET, PACKET_AUXDATA, 1)
         enlarge_buffers(packets)
         self._disable_offloads()
         packets.setsockopt(
-            _SOL_PACKET,
+            SOL_PACKET,
             _PACKET_ADD_MEMBERSHIP,
             struct.pack("iHH8x", index, _PACKET_MR_PROMISC, 0),
         )
@@ -130,10 +129,10 @@ class InterfacePort(Port):
         blocks = _RING_FRAMES * stride // block
         frames = blocks * (block // stride)
         try:
-            self._socket.setsockopt(_SOL_PACKET, _PACKET_VERSION, _TPACKET_V2)
-            self._socket.setsockopt(_SOL_PACKET, _PACKET_COPY_THRESH, 1)
+            self._socket.setsockopt(SOL_PACKET, _PACKET_VERSION, _TPACKET_V2)
+            self._socket.setsockopt(SOL_PACKET, _PACKET_COPY_THRESH, 1)
             request = struct.pack("IIII", block, blocks, stride, frames)
-            self._socket.setsockopt(_SOL_PACKET, _PACKET_RX_RING, request)
+            self._socket.setsockopt(SOL_PACKET, _PACKET_RX_RING, request)
             self._ring = mmap.mmap(self._socket.fileno(), block * blocks)
         except OSError as error:
             log.info("no mapped ring", extra={"interface": self.interface, "error": str(error)})
@@ -146,7 +145,7 @@ class InterfacePort(Port):
         discipline; PortError where the kernel refuses."""
         try:
             sender = socket.socket(socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_NONBLOCK, 0)
-            sender.setsockopt(_SOL_PACKET, _PACKET_QDISC_BYPASS, 1)
+            sender.setsockopt(SOL_PACKET, _PACKET_QDISC_BYPASS, 1)
             enlarge_buffers(sender)
             sender.bind((self.interface, 0))
         except OSError as error:
@@ -174,7 +173,7 @@ class InterfacePort(Port):
         if self._ring is None:
             return kernel_drops(self._socket)
         # struct tpacket_stats; reading it sets it back to 0.
-        stats = self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8)
+        stats = self._socket.getsockopt(SOL_PACKET, _PACKET_STATISTICS, 8)
         self._ring_drops += struct.unpack("II", stats)[1]
         return self._ring_drops
 

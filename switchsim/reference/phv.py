@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from kvcast.switchsim.ir import VALID, FieldRef, Program
+from kvcast.switchsim.semantics import UNLIMITED
 
 Phv: TypeAlias = list[int]
 
@@ -37,8 +38,6 @@ EXIT = 9
 PARSER_ERROR = 10
 CHECKSUM_ERROR = 11
 REGISTERS = 12
-
-UNLIMITED = 1 << 62
 
 
 class Layout:

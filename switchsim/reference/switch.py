@@ -49,7 +49,6 @@ from kvcast.switchsim.reference.phv import (
     RECIRCULATE_LIST,
     RESUBMIT_LIST,
     TRUNCATE_TO,
-    UNLIMITED,
     Layout,
     Phv,
 )
@@ -64,6 +63,7 @@ from kvcast.switchsim.semantics import (
     RESUBMITTED,
     SESSION_MASK,
     TIMESTAMP_MASK,
+    UNLIMITED,
     check_ports,
 )
 
