@@ -14,7 +14,7 @@ import random
 import secrets
 import threading
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -89,6 +89,18 @@ _REST_S: Final = 2.0
 """How long an agent that gives way to another waits for what was begun."""
 
 
+@dataclass(frozen=True)
+class _Made:
+    """What the core was made of, which adapters need, too."""
+
+    incarnation: int
+    udp_port: int
+    store: Store
+    index: Index | None
+    ledger: Ledger | None
+    recovery: Recovery | None
+
+
 class Agent:
     """One agent. `start`, then `close`; `ready` is set when the first bucket map has come."""
 
@@ -122,9 +134,23 @@ class Agent:
         self._local_server.start(self._standing.local if self._standing is not None else None)
 
     async def _start(self, stack: contextlib.AsyncExitStack, stands: bool) -> None:
+        rng = random.Random(self._options.seed)
+        self._make_arena(stack)
+        made = self._make_core(stack, rng)
+        driver = await self._meet_agents(stack, stands, made)
+        self._use_tiers(stack)
+        self._meet_clients(stack, stands, made, driver)
+        self._meet_controller(stack, rng, made)
+        if made.recovery is not None:
+            self._recovering = asyncio.get_running_loop().call_later(
+                _RECOVERY_BEGINS_S, self._recover
+            )
+        stack.callback(self._end_recovery)
+        looking = asyncio.create_task(self._look_at_memory())
+        stack.callback(looking.cancel)
+
+    def _make_arena(self, stack: contextlib.AsyncExitStack) -> None:
         options = self._options
-        network = options.network
-        rng = random.Random(options.seed)
         standing = self._standing
         if standing is None and options.arena.keep:
             standing = self._standing = stand_up(options)
@@ -138,6 +164,12 @@ class Agent:
                     options.arena.size_bytes, options.arena.path, reserve=options.arena.reserve
                 )
             stack.callback(self.arena.close)
+
+    def _make_core(self, stack: contextlib.AsyncExitStack, rng: random.Random) -> _Made:
+        """The core, with what was in the arena, and the socket for frames, which waits yet."""
+        options = self._options
+        network = options.network
+        standing = self._standing
         store = Store(
             Allocator(options.arena.size_bytes, options.arena.slab_bytes),
             default_quota_bytes=options.arena.default_quota_bytes,
@@ -195,10 +227,19 @@ class Agent:
             )
         )
         stack.callback(DigestThreads(self.core, self.transport.pump).close)
+        return _Made(incarnation, udp_port, store, index, ledger, recovery)
+
+    async def _meet_agents(
+        self, stack: contextlib.AsyncExitStack, stands: bool, made: _Made
+    ) -> CourierDriver | None:
+        """The links to other agents, but for frames, and the courier, if there is one."""
+        options = self._options
+        network = options.network
+        standing = self._standing
         loop = asyncio.get_running_loop()
         driver: CourierDriver | None = None
-        if isinstance(loop, CourierLoop) and index is not None:
-            driver = self._make_courier(loop, index, store)
+        if isinstance(loop, CourierLoop) and made.index is not None:
+            driver = self._make_courier(loop, made.index, made.store)
         self._bulk_caller = BulkCaller(
             self.core, options.bulk, self.transport.pump, options.credentials
         )
@@ -214,17 +255,34 @@ class Agent:
         if not stands and options.network.rdma != RDMA_OFF:
             await self._gather_pages()  # a card would hold them where they are
         self.rdma_port = await self._use_rdma(stack)
+        return driver
+
+    def _use_tiers(self, stack: contextlib.AsyncExitStack) -> None:
+        """Those below the arena."""
+        options = self._options
         self.ssd: SsdOfAgent | None = None
         if options.ssd.is_used:
             self.ssd = SsdOfAgent(self.core, options.ssd, options.owner, self.transport.pump)
             stack.push_async_callback(self.ssd.close)
-            self.ssd.start(patient=standing is not None)
+            self.ssd.start(patient=self._standing is not None)
         self.cold: ColdOfAgent | None = None
         if options.cold:
             objects = open_store(options.cold)
             self.cold = ColdOfAgent(self.core, objects, options.arena.cluster, self.transport.pump)
             stack.push_async_callback(self.cold.close)
             self.cold.start()
+
+    def _meet_clients(
+        self,
+        stack: contextlib.AsyncExitStack,
+        stands: bool,
+        made: _Made,
+        driver: CourierDriver | None,
+    ) -> None:
+        """Serve engines; frames are received from now on, too."""
+        options = self._options
+        standing = self._standing
+        index, recovery = made.index, made.recovery
         self._local_server = LocalServer(
             *(self.core, self.arena, options.local, self.transport.pump, self.index_file),
             keeper=standing.keeper if standing is not None else NOBODY,
@@ -237,8 +295,8 @@ class Agent:
                 self._local_server.restore(standing.survivors.values())
             elif standing.survivors:
                 raise ArenaError("clients outlive their agent, and no map says what they hold")
-            elif ledger is not None:
-                deque(given_lately(ledger), 0)  # to clients that are gone
+            elif made.ledger is not None:
+                deque(given_lately(made.ledger), 0)  # to clients that are gone
         if not stands:
             self.let_clients_in()
         stack.push_async_callback(self._local_server.close)
@@ -246,14 +304,21 @@ class Agent:
             stack.callback(driver.close)
         self.transport.start()
         stack.callback(self.transport.close)
+
+    def _meet_controller(
+        self, stack: contextlib.AsyncExitStack, rng: random.Random, made: _Made
+    ) -> None:
+        """Ask to be in the pool, and say where this node is."""
+        options = self._options
+        network = options.network
         register = Register(
             version=CONTROL_PROTOCOL_VERSION,
-            node_id=agent_options.node_id,
-            incarnation=incarnation,
+            node_id=self.core.options.node_id,
+            incarnation=made.incarnation,
             ip=network.ip,
             mac=network.mac,
             switch_port=network.switch_port,
-            udp_port=udp_port,
+            udp_port=made.udp_port,
             bulk_host=self.bulk_address[0],
             bulk_port=self.bulk_address[1],
             arena_bytes=options.arena.size_bytes,
@@ -279,13 +344,6 @@ class Agent:
         self.ready = self._control.ready
         self._control.start()
         stack.push_async_callback(self._control.close)
-        if recovery is not None:
-            self._recovering = asyncio.get_running_loop().call_later(
-                _RECOVERY_BEGINS_S, self._recover
-            )
-        stack.callback(self._end_recovery)
-        looking = asyncio.create_task(self._look_at_memory())
-        stack.callback(looking.cancel)
 
     def _make_courier(self, loop: CourierLoop, index: Index, store: Store) -> CourierDriver | None:
         """Have small blocks fetched in compiled code, where that can be."""
