@@ -29,8 +29,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 from kvcast.bench.engines.ways import OneNetwork
@@ -38,7 +36,7 @@ from kvcast.bench.incast import home_keys
 from kvcast.bench.replay import EgressMeter, NodeLink, links_to
 from kvcast.hostagent.client import Block
 from kvcast.service.provenance import provenance
-from kvcast.service.reports import report_to, say, write_json
+from kvcast.service.reports import add_json, report_to, say
 from kvcast.service.statistics import percentile, ratio
 from kvcast.topologies.namespaces import why_not
 from kvcast.topologies.pool import Pool, PoolOptions
@@ -228,7 +226,7 @@ def main() -> int:
     )
     parser.add_argument("--link-rate", type=float, default=50e6, help="of every link, bits/s")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the report here, too")
+    add_json(parser)
     given = parser.parse_args()
     if reason := why_not():
         parser.error(reason)
@@ -237,7 +235,7 @@ def main() -> int:
         *(tuple(given.apart), given.link_rate, given.seed),
     )
     report = asyncio.run(run(options, given.ways))
-    report_to(given.json, report, partial(write_json, "-"))
+    report_to(given.json, report)
     return int(report["wrong_bytes"] > 0 or any(w["misses"] for w in report["ways"].values()))
 
 

@@ -72,7 +72,7 @@ from kvcast.protocol.messages.framing import MessageCodec
 from kvcast.protocol.messages.wire import bucket_of
 from kvcast.service import provenance
 from kvcast.service.garbage import spare_what_stays
-from kvcast.service.reports import in_the_making, report_to
+from kvcast.service.reports import add_json, in_the_making, report_to
 
 AGENTS: Final = (32, 1024)
 BLOCKS: Final = 1_000_000
@@ -456,7 +456,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", metavar="FILE", help="write the report there; - = stdout")
+    add_json(parser)
     parser.add_argument(
         "--agents", type=int, nargs="+", default=AGENTS, help="sizes of the pool (%(default)s)"
     )

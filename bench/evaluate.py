@@ -397,7 +397,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m kvcast.bench.evaluate", description="When does an in-network pool pay?"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the report")
+    reports.add_json(parser)
     parser.add_argument(
         "--trace",
         type=Path,

@@ -43,7 +43,7 @@ from kvcast.hostagent.models.fetching import Fetcher, find
 from kvcast.hostagent.models.loading import Loader, sources
 from kvcast.service import provenance
 from kvcast.service.commands import CommandError
-from kvcast.service.reports import in_the_making, report_to, say
+from kvcast.service.reports import add_json, in_the_making, report_to, say
 from kvcast.service.values import parse_size
 from kvcast.topologies.namespaces import why_not
 from kvcast.topologies.pool import Pool, PoolOptions
@@ -294,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", metavar="FILE", help="write the report there; - = stdout")
+    add_json(parser)
     parser.add_argument("--hosts", type=int, default=8, help="that fetch at once (%(default)s)")
     parser.add_argument(
         "--size", type=parse_size, default=16 << 20, metavar="SIZE", help="of a folder (16MiB)"

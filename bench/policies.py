@@ -387,7 +387,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m kvcast.bench.policies",
         description="Hit rates of every eviction policy on a trace, beside Belady's optimum.",
     )
-    parser.add_argument("--json", metavar="FILE", help="where the report goes (- = stdout)")
+    reports.add_json(parser)
     parser.add_argument("--trace", metavar="FILE", help="a trace in Mooncake's form (JSON lines)")
     parser.add_argument(
         "--workload", choices=NAMES, default="mix", help="what is generated without --trace"

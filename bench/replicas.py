@@ -27,15 +27,13 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 from kvcast.bench.incast import home_keys
 from kvcast.bench.readers import Readers, end
 from kvcast.hostagent.client import AsyncClient
 from kvcast.service.provenance import provenance
-from kvcast.service.reports import report_to, say, write_json
+from kvcast.service.reports import add_json, report_to, say
 from kvcast.topologies.pool import Pool, PoolOptions
 from kvcast.topologies.star import Star
 from kvcast.workloads import content
@@ -187,7 +185,7 @@ def main() -> int:
     parser.add_argument("--link-rate", type=float, default=10e6, help="of every link, bits/s")
     parser.add_argument("--measure", type=float, default=10.0, help="seconds")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the report here, too")
+    add_json(parser)
     given = parser.parse_args()
     if given.blocks <= 2 * given.readers:
         parser.error("there must be more than two blocks a reader, or readers meet")
@@ -198,7 +196,7 @@ def main() -> int:
         *(given.link_rate, given.measure, given.seed),
     )
     report = asyncio.run(run(options))
-    report_to(given.json, report, partial(write_json, "-"))
+    report_to(given.json, report)
     return int(report["wrong_bytes"] > 0 or report["misses"] > 0)
 
 

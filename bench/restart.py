@@ -32,7 +32,6 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,7 +39,7 @@ from kvcast.controller.core.placement import place
 from kvcast.hostagent.client import AsyncClient, Client, KvcastError
 from kvcast.protocol.messages.wire import bucket_of
 from kvcast.service.provenance import provenance
-from kvcast.service.reports import report_to, say, write_json
+from kvcast.service.reports import add_json, report_to, say
 from kvcast.topologies.part import Part
 from kvcast.topologies.pool import Pool, PoolError, PoolOptions
 from kvcast.topologies.star import Star
@@ -455,7 +454,7 @@ def main() -> int:
     parser.add_argument("--block-bytes", type=int, default=BLOCK_BYTES)
     parser.add_argument("--trials", type=int, default=TRIALS, help="restarts a size")
     parser.add_argument("--rounds", type=int, default=2, help="upgrades of every agent")
-    parser.add_argument("--json", type=Path, help="write the report here, too")
+    add_json(parser)
     parser.add_argument("--plot", type=Path, help="draw the restarts as a PNG")
     options = parser.parse_args()
     sizes = [float(size) for size in options.sizes_gib.split(",") if size]
@@ -485,7 +484,7 @@ def main() -> int:
         "scale": scaled,
         "provenance": provenance(),
     }
-    report_to(options.json, report, partial(write_json, "-"))
+    report_to(options.json, report)
     if options.plot is not None:
         draw(figures, options.plot)
     wrong = sum(one["wrong_blocks"] + one["missing_blocks"] for one in figures)

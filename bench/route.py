@@ -48,7 +48,7 @@ from kvcast.bench.route_simulation import (
 from kvcast.routing.core.costs import CostModel
 from kvcast.routing.core.router import Prompt, Refusal, Router, RouterOptions
 from kvcast.service.commands import failed
-from kvcast.service.reports import report_to
+from kvcast.service.reports import add_json, report_to
 from kvcast.service.statistics import percentile, ratio, rounded
 from kvcast.workloads.generators import WorkloadError
 from kvcast.workloads.traces import TraceLine, read_trace
@@ -465,7 +465,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--loads", type=_loads, default=[0.7, 0.5, 0.85])
     parser.add_argument("--prefix-hash-tokens", type=_lengths, default=[256, 1024, 4096])
     parser.add_argument("--deadline-s", type=float, default=math.inf, help="of a first token")
-    parser.add_argument("--json", help='write the report here; "-" = standard output')
+    add_json(parser)
     options = parser.parse_args(argv)
     low = min(options.requests - 1, options.engines, options.slots, options.kv_tokens)
     if low < 1 or not 0 <= options.slow_engines <= options.engines:

@@ -31,7 +31,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
@@ -46,6 +45,7 @@ from kvcast.hostagent.tiers.ssd.files import THREADS
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.wire import BlockId, digest_of
 from kvcast.service import provenance
+from kvcast.service.reports import add_json, report_to
 from kvcast.simulation import crashes
 
 NAMESPACE: Final = 1
@@ -261,7 +261,7 @@ async def measure(folder: str, block_bytes: int, size_bytes: int) -> dict[str, A
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvcast.bench.ssd")
-    parser.add_argument("--json", metavar="FILE", help="write the report there")
+    add_json(parser)
     parser.add_argument("--folder", help="on the disk to measure (default: a temporary one)")
     parser.add_argument("--block-bytes", type=int, default=1 << 20, help="default: 1 MiB")
     parser.add_argument("--size-bytes", type=int, default=512 << 20, help="in all: 512 MiB")
@@ -283,10 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "load_average": os.getloadavg()[0],
         "provenance": provenance.provenance(),
     }
-    text = json.dumps(report, indent=1)
-    print(text)
-    if options.json:
-        Path(options.json).write_text(text + "\n")
+    report_to(options.json, report)
     return 0
 
 

@@ -592,11 +592,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Puts, gets and exists of kvcast beside Redis, Mooncake Store and NIXL.",
         formatter_class=HelpFormatter,
     )
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        help="where the report goes (- = stdout); one that ended early says why (incomplete)",
-    )
+    reports.add_json(parser)
     parser.add_argument("--plot", metavar="FILE", help="draw the figures into this PNG")
     parser.add_argument(
         "--peers",

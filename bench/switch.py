@@ -801,11 +801,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m kvcast.bench.switch",
         description="Frames a second: in memory, through UDP tunnels, veth to veth.",
     )
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        help="where the report goes (- = stdout); one that ended early says why (incomplete)",
-    )
+    reports.add_json(parser)
     parser.add_argument("--repeats", type=int, default=REPEATS, help="measurements of each")
     parser.add_argument(
         "--memory-seconds", type=float, default=MEMORY_SECONDS, help="length of each in memory"

@@ -33,7 +33,6 @@ import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 from kvcast.bench.incast import home_keys
@@ -41,7 +40,7 @@ from kvcast.bench.readers import Readers, end
 from kvcast.hostagent.client import AsyncClient, KvcastError
 from kvcast.service.commands import CommandError
 from kvcast.service.provenance import provenance
-from kvcast.service.reports import report_to, say, write_json
+from kvcast.service.reports import add_json, report_to, say
 from kvcast.service.statistics import percentile
 from kvcast.topologies.namespaces import why_not
 from kvcast.topologies.pool import DATA_FRAME_BYTES, Pool, PoolOptions
@@ -293,7 +292,7 @@ def main() -> int:
     parser.add_argument("--tcp-link-rate", type=float, default=50e6, help="of the home's, bits/s")
     parser.add_argument("--only", choices=("reads", "tcp", "puts"), help="one of the three")
     parser.add_argument("--no-share", action="store_true", help="of a link whose rate is not known")
-    parser.add_argument("--json", type=Path, help="write the report here, too")
+    add_json(parser)
     given = parser.parse_args()
     if given.blocks <= 2 * given.readers * (given.nodes + 1):
         parser.error("there must be more than two blocks a reader, or readers meet")
@@ -323,7 +322,7 @@ def main() -> int:
         )
         report |= {f"{kind}_{name}": value for name, value in asyncio.run(run(by_tcp)).items()}
     report["provenance"] = provenance()
-    report_to(given.json, report, partial(write_json, "-"))
+    report_to(given.json, report)
     bad = [f"{kind}{what}" for kind in ("", "tcp_", "put_") for what in ("wrong_bytes", "misses")]
     return int(any(report.get(name, 0) for name in bad))
 

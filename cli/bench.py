@@ -115,11 +115,7 @@ def _parser_for(chosen: str) -> argparse.ArgumentParser:
             _soak_flags(bench)
         elif name == chosen:
             add_options(bench, _options_of(name))
-        bench.add_argument(
-            "--json",
-            metavar="FILE",
-            help="write the report there (- = stdout); one that ended early says why (incomplete)",
-        )
+        reports.add_json(bench)
         add_log_level(bench)
     return parser
 

@@ -120,11 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="kill that part with SIGKILL in the middle of the second replay, start it again two "
         "seconds later, and show the hit rate before, during and after; agent: one node's",
     )
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        help="write the report there (- = stdout); one that ended early says why (incomplete)",
-    )
+    reports.add_json(parser)
     parser.add_argument(
         "--out", type=Path, default=Path("kvcast-out"), metavar="DIR", help="picture, page, logs"
     )

@@ -6,6 +6,7 @@ Must not know: what was measured.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -18,8 +19,24 @@ from typing import Any
 from kvcast.service.commands import explain
 
 
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """--json, as all measurements have it."""
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the report there (- = stdout); one that ended early says why (incomplete)",
+    )
+
+
+def print_json(report: Mapping[str, Any]) -> None:
+    """Show a report to people as it is."""
+    write_json("-", report)
+
+
 def report_to(
-    path: str | Path | None, report: dict[str, Any], show: Callable[[dict[str, Any]], None]
+    path: str | Path | None,
+    report: dict[str, Any],
+    show: Callable[[dict[str, Any]], None] = print_json,
 ) -> None:
     """Write a report where --json says, if it does, and show it to people unless standard output
     has it already."""

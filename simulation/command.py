@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import logging
 import multiprocessing
 import signal
@@ -17,7 +16,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from kvcast.service import provenance, reports
@@ -60,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seeds", type=int, default=100, metavar="N", help="seeds to run")
     parser.add_argument("--first-seed", type=int, default=1, metavar="S", help="the first of them")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here too")
+    reports.add_json(parser)
     parser.add_argument(
         "--engine",
         choices=sorted(ENGINES),
@@ -278,9 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         logging.disable(disabled)
     report = total.report(options, (time.monotonic() - started) / 60) | interrupted
-    if options.json is not None:
-        reports.write_json(options.json, report)
-    print(json.dumps(report, indent=2))
+    reports.report_to(options.json, report)
     if total.violations:
         return EXIT_FAILED
     return EXIT_INTERRUPTED if interrupted else EXIT_OK

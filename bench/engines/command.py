@@ -18,7 +18,7 @@ from kvcast.topologies.part import PartError
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Where engines come from, and where what they say is kept."""
-    parser.add_argument("--json", metavar="FILE", help="write the report here; - = stdout")
+    reports.add_json(parser)
     parser.add_argument("--python", default=".venv-engines/bin/python", help="the engines' Python")
     parser.add_argument("--logs", metavar="FOLDER", help="keep all logs here")
 

@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="where finds go (default: %(default)s)",
     )
-    parser.add_argument("--json", type=Path, help="write the report there")
+    reports.add_json(parser)
     parser.add_argument(
         "--replay", type=Path, help="tell one input to one target, and say how it went"
     )

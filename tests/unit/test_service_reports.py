@@ -55,3 +55,11 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> N
         reports.write_json(path, circle)
     assert json.loads(path.read_text()) == {"first": 1}
     assert [each.name for each in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_standard_output_has_a_report_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (None, "-", str(tmp_path / "report.json")):
+        reports.report_to(path, {"first": 1})
+        assert json.loads(capsys.readouterr().out) == {"first": 1}
