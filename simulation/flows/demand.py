@@ -137,11 +137,11 @@ def demand_of(
 class TraceCopies:
     """A trace that many groups of users play at once, each begun at a place of its own.
 
-    The trace goes round and round, each time with new blocks, `time_compression` seconds of it in
-    one. `shared`: this share of the groups use the blocks of group 0, at their own times (one
-    prompt library); the others have nothing in common. Requests go to nodes by turns. There are
-    so many nodes that a node hardly ever gets a block a second time: each use of a block but its
-    first is a read (a property of this class, to be kept in mind with few nodes).
+    The trace goes round and round, each time with new blocks. `shared`: this share of the groups
+    use the blocks of group 0, at their own times (one prompt library); the others have nothing in
+    common. Requests go to nodes by turns. There are so many nodes that a node hardly ever gets a
+    block a second time: each use of a block but its first is a read (a property of this class, to
+    be kept in mind with few nodes).
     """
 
     def __init__(
@@ -151,7 +151,6 @@ class TraceCopies:
         block_bytes: int,
         *,
         copies: int = 1,
-        time_compression: float = 1.0,
         shared: float = 0.0,
         seed: int = 1,
     ) -> None:
@@ -159,7 +158,7 @@ class TraceCopies:
         lines = [line for line in lines if line.hash_ids]
         self.nodes, self.block_bytes, self.copies = nodes, block_bytes, copies
         self._at = np.array([line.timestamp for line in lines], np.float64) * 1e6
-        self._at = (self._at - self._at[0]) / time_compression
+        self._at = self._at - self._at[0]
         self._span = max(1.0, float(self._at[-1])) * (1 + 1 / len(lines))
         ids = [np.array(list(dict.fromkeys(line.hash_ids)), np.int64) for line in lines]
         lengths = np.array([len(one) for one in ids])

@@ -298,8 +298,6 @@ class _Run:
     demand: Demand
     fabric: Fabric
     options: FlowOptions
-    from_switch: NDArray[np.bool_]
-    memory_bits_per_s: float
     pieces: _Pieces = field(init=False)
 
     def __post_init__(self) -> None:
@@ -313,18 +311,13 @@ class _Run:
         self.node, self.home = demand.read_node[read], demand.read_home[read]
         self.block = demand.read_block[read]
         self.request = demand.read_request[read]
-        self.memory = self.from_switch[read]
         edge = fabric.edge
         self.home_edge, self.reader_edge = edge[self.home], edge[self.node]
-        # The last links are those between each edge switch and its own memory.
-        rates = np.r_[fabric.bits_per_s, np.full(fabric.edges, self.memory_bits_per_s)]
-        self.ns_per_byte = 8e9 / rates
+        self.ns_per_byte = 8e9 / fabric.bits_per_s
         overhead = FRAME_OVERHEAD_BYTES + HEADER_BYTES
         self.wire = pieces.payload + pieces.frames * overhead
         self.frame = np.minimum(pieces.payload, options.chunk_bytes) + overhead
-        self.source = np.where(
-            self.memory, len(fabric.bits_per_s) + self.reader_edge, fabric.up[self.home]
-        )
+        self.source = fabric.up[self.home]
         self.sink = fabric.down[self.node]
         self.path_hash = mix(self.block)
         self.group = self._same_piece()
@@ -378,7 +371,6 @@ class _Run:
                 source, ready, parent = self._from_peers(ask, done, ready)
             if self.gather is not None and options.way == "coalesce":
                 ready = ready + np.where((pieces.before < 0) & ~self.repairs, self.gather, 0)
-            ready = np.where(self.memory, ask, ready)
             sends = np.flatnonzero(leader == everybody)
             link, need = source[sends], self.service(source[sends], self.wire[sends])
             flow = link * demand.nodes + self.node[sends]
@@ -396,7 +388,7 @@ class _Run:
             one = self.service(source[sends], self.frame[sends])
             first[sends] = sent_at + one + options.link_delay_ns
             last[sends] = sent_by + options.link_delay_ns
-            until = np.where(self.memory, last, last + hop_delay)
+            until = last + hop_delay
             first, last = first[leader], last[leader]
             for hop in hops:
                 first, last = self._cross(hop, leader, first, last)
@@ -441,9 +433,7 @@ class _Run:
         else:
             leads = leader[ends] == ends
             hypothetical = np.where(leads, until[ends], asked + self.need[begins])
-        # What switch memory serves is nobody else's answer.
         group = self.group[begins]
-        group = np.where(self.memory[begins], self.group.max() + 1 + begins, group)
         lead_unit = _leaders(group, asked, np.maximum(hypothetical, asked + 1))[unit]
         joined = lead_unit != unit
         leader = begins[lead_unit] + everybody - begins[unit]
@@ -547,7 +537,7 @@ class _Run:
         links = len(self.ns_per_byte)
         carried = np.bincount(source[sends], self.wire[sends], links)
         carried += np.bincount(self.sink, self.wire, links)
-        passes = int(pieces.frames[sends & ~self.memory].sum())
+        passes = int(pieces.frames[sends].sum())
         for hop in hops:
             crosses = np.flatnonzero(hop != NONE)
             _, chosen = np.unique(self._copies(hop, leader)[crosses], return_index=True)
@@ -560,8 +550,8 @@ class _Run:
         segments[begins] = -(-pieces.payload[begins] // options.segment_bytes)
         reads_sent = int(segments.sum())
         carried += np.bincount(fabric.up[self.node], segments * READ_BYTES, links)
-        up = sends & ~self.memory
-        carried += np.bincount(fabric.down[self.home[up]], segments[up] * READ_BYTES, links)
+        to_home = fabric.down[self.home[sends]]
+        carried += np.bincount(to_home, segments[sends] * READ_BYTES, links)
         begin_of_leader = (until - self.service(source, self.wire))[leader]
         share = (ask - begin_of_leader) / np.maximum(1, (until[leader] - begin_of_leader))
         late = np.floor(np.clip(share, 0, 1) * segments) * options.segment_bytes
@@ -574,10 +564,10 @@ class _Run:
         request = names // demand.nodes
         from_peer = parent >= 0
         ends = np.r_[begins[1:], len(everybody)] - 1
-        leads = begins[sends[ends] & ~self.memory[ends]]
-        until[leads] = until[ends[sends[ends] & ~self.memory[ends]]]
+        leads = begins[sends[ends]]
+        until[leads] = until[ends[sends[ends]]]
         peak, collisions = self._pending(leads, ask, until, segments)
-        home_payload = int(pieces.payload[sends & ~self.memory & ~from_peer].sum()) + repaired
+        home_payload = int(pieces.payload[sends & ~from_peer].sum()) + repaired
         return Outcome(
             request_start=start,
             read_end=read_end,
@@ -625,30 +615,19 @@ def simulate(
     demand: Demand,
     fabric: Fabric,
     options: FlowOptions | None = None,
-    *,
-    from_switch: NDArray[np.bool_] | None = None,
-    memory_bits_per_s: float = 100e9,
 ) -> Outcome:
-    """Let all reads of a demand pass a network.
-
-    `from_switch`: (reads,), which reads the memory of the reader's edge switch answers, at
-    `memory_bits_per_s`. SpanError if the reads last for longer than 73 minutes; ValueError for a
-    demand of other hosts than the network's.
-    """
+    """Let all reads of a demand pass a network. SpanError if they last for longer than 73 minutes;
+    ValueError for a demand of other hosts than the network's."""
     if demand.nodes != fabric.hosts:
         raise ValueError(f"{demand.nodes} nodes ask on a network of {fabric.hosts} hosts")
-    count = len(demand.read_block)
-    if from_switch is None:
-        from_switch = np.zeros(count, bool)
-    options = options or FlowOptions()
-    if not count:
+    if not len(demand.read_block):
         return _nothing(demand, fabric)
-    return _Run(demand, fabric, options, from_switch, memory_bits_per_s).solve()
+    return _Run(demand, fabric, options or FlowOptions()).solve()
 
 
 def _nothing(demand: Demand, fabric: Fabric) -> Outcome:
     none = np.zeros(0, np.int64)
-    links = np.zeros(len(fabric.bits_per_s) + fabric.edges, np.int64)
+    links = np.zeros(len(fabric.bits_per_s), np.int64)
     start = demand.request_at + demand.request_jitter
     return Outcome(
         request_start=start,

@@ -173,11 +173,10 @@ def serve_all(
     scenario: Scenario,
     requests: Sequence[Request],
     affinity: Sequence[Request] | None = None,
-    options: FlowOptions | None = None,
 ) -> tuple[dict[str, Served], Demand]:
     """Every way to serve these requests, by name; `affinity`: the same prompts, sent to the nodes
     that served their prefixes."""
-    options = options or FlowOptions(max_pieces=4, max_rounds=1000)
+    options = FlowOptions(max_pieces=4, max_rounds=1000)
     fabric, size = scenario.fabric(), scenario.block_bytes
     demand = demand_of(requests, scenario.hosts, size)
     plain = simulate(demand, fabric, replace(options, way="plain", gathers=False))
