@@ -101,7 +101,7 @@ _DRAWS = 400
 _ARENA_BYTES = 192 << 20
 
 
-async def beside_pool(reads: int = _POOL_READS) -> list[Numbers]:
+async def beside_pool() -> list[Numbers]:
     """Every workload on real agents and a real switch, plain and kvcast, beside the flows.
 
     Agents, switch and whoever plays the workload share this machine's processors, and the flows
@@ -128,7 +128,7 @@ async def beside_pool(reads: int = _POOL_READS) -> list[Numbers]:
                 nodes = [host.node_id for host in star.hosts]
                 alone_ns = [await _alone_ns(links, nodes, plain, "at first")]
                 for workload in WORKLOADS:
-                    requests = questions.calibration_requests(workload, reads)
+                    requests = questions.calibration_requests(workload, _POOL_READS)
                     played = await _play(requests, links, nodes, plain, workload)
                     alone_ns.append(await _alone_ns(links, nodes, plain, f"after {workload}"))
                     home_ns = max(0, sum(alone_ns[-2:]) // 2)

@@ -279,10 +279,10 @@ class Bed:
         await self._players[0].ask(f"bare send {home} {reader} {where}", 0, segments).said()
         return await taking.said()
 
-    async def plain(self, way: str, readers: int, blocks: int = BLOCKS) -> dict[str, float]:
+    async def plain(self, way: str, readers: int) -> dict[str, float]:
         """The same where no answer is shared, one reader after the other: "RDMA", by READs of the
         agents' RDMA link; "TCP", without kvcast."""
-        numbers = self._new_keys(blocks, lambda _: True)
+        numbers = self._new_keys(BLOCKS, lambda _: True)
         home, others = self._players[0], self.nodes[1:][:readers]
         if way == "RDMA":
             await home.ask("put", 0, numbers, BLOCK_BYTES).said()
@@ -308,7 +308,7 @@ class Bed:
         if way == "TCP":
             await serving.said()
         after = await home.ask("counts").said()
-        total = blocks * BLOCK_BYTES
+        total = BLOCKS * BLOCK_BYTES
         return {
             "home_egress_ratio": (after["sent_bytes"] - before["sent_bytes"]) / total,
             "processor_s_per_byte": processor_s / (readers * total),

@@ -19,10 +19,10 @@ HTTP_PORT: Final = 9601
 """and operators."""
 
 
-def parse_host_port(text: str, *, default_host: str = "127.0.0.1") -> tuple[str, int]:
+def parse_host_port(text: str) -> tuple[str, int]:
     """ "HOST:PORT", ":PORT" or "PORT" as (host, port); TextError otherwise."""
     host, _, port = text.rpartition(":")
-    host = host.strip("[]") or default_host
+    host = host.strip("[]") or "127.0.0.1"
     if not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65535:
         raise TextError(f"{text!r} is not HOST:PORT")
     return host, int(port)

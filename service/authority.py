@@ -78,16 +78,14 @@ class Authority:
         self._key = key
 
     @classmethod
-    def create(
-        cls, folder: Path, name: str = "kvcast cluster", *, now: datetime.datetime
-    ) -> Authority:
+    def create(cls, folder: Path, *, now: datetime.datetime) -> Authority:
         """Make an authority; AuthorityError if the folder holds one already."""
         if (folder / _CA_KEY).exists() or (folder / _CA).exists():
             raise AuthorityError(
                 f"{folder} holds an authority already: `kvcast certs renew` makes new certificates"
             )
         key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvcast cluster")])
         certificate = (
             x509.CertificateBuilder()
             .subject_name(subject)

@@ -455,11 +455,11 @@ class Stand:
             QUESTION.pack(GET, NAMESPACE, deadline_ms, self._next, key_of(block), self.meaning),
         )
 
-    def ask_many(self, client: int, blocks: Sequence[int], *, deadline_ms: int = 1000) -> None:
+    def ask_many(self, client: int, blocks: Sequence[int]) -> None:
         """A client asks for several at once."""
         self._next += 1
         first, *rest = map(key_of, blocks)
-        question = QUESTION.pack(GET_MANY, NAMESPACE, deadline_ms, self._next, first, self.meaning)
+        question = QUESTION.pack(GET_MANY, NAMESPACE, 1000, self._next, first, self.meaning)
         self.say(client, question + b"".join(rest))
 
     def give_back(self, client: int, handle: int) -> None:

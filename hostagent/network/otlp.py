@@ -35,7 +35,6 @@ class SpanSink:
         *,
         exporter: SpanExporter | None = None,
         now: Callable[[], float] = time.monotonic,
-        wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         """`endpoint`: the collector's base URL (http or https); spans go to its /v1/traces.
         `now`: the clock of the traces, in seconds."""
@@ -49,11 +48,10 @@ class SpanSink:
         self._provider.add_span_processor(self._processor)
         self._tracer = self._provider.get_tracer("kvcast")
         self._now = now
-        self._wall_ns = wall_ns
 
     def __call__(self, trace: GetTrace) -> None:
         """Make the spans of one trace; returns at once."""
-        epoch_ns = self._wall_ns() - round(self._now() * 1e9)
+        epoch_ns = time.time_ns() - round(self._now() * 1e9)
 
         def at(seconds: float) -> int:
             return epoch_ns + round(seconds * 1e9)
