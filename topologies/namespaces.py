@@ -17,32 +17,21 @@ checksums and 64 KB super-packets, which no switch could forward.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import re
 import secrets
 import socket
-import struct
 import subprocess
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvcast.service.addresses import AGENTS_PORT, HTTP_PORT, P4RUNTIME_PORT
+from kvcast.switchsim.ports.interface import switch_offloads_off
 from kvcast.topologies.network import NetworkError
 from kvcast.topologies.star import Host, Star
 
 CLONE_NEWNET = 0x40000000
-_SIOCETHTOOL = 0x8946
-_OFFLOADS_OFF = (
-    0x00000015,  # ETHTOOL_SRXCSUM
-    0x00000017,  # ETHTOOL_STXCSUM
-    0x00000019,  # ETHTOOL_SSG
-    0x0000001F,  # ETHTOOL_STSO
-    0x00000024,  # ETHTOOL_SGSO
-    0x0000002C,  # ETHTOOL_SGRO
-)
-"""linux/ethtool.h; what veth refuses (it has no such switch) is skipped."""
 
 MANAGEMENT = "10.78.0"
 _SWITCH_MANAGEMENT = f"{MANAGEMENT}.254"
@@ -116,18 +105,6 @@ def socket_in(namespace: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> 
     return made[0]
 
 
-def switch_offloads_off(namespace: Path, interface: str) -> None:
-    """Turn off checksum and segmentation offloads of an interface in a namespace."""
-    with socket_in(namespace, socket.SOCK_DGRAM) as control:
-        for command in _OFFLOADS_OFF:
-            value = ctypes.create_string_buffer(struct.pack("=II", command, 0))
-            request = struct.pack("16sP", interface.encode(), ctypes.addressof(value))
-            try:
-                fcntl.ioctl(control, _SIOCETHTOOL, request)
-            except OSError:
-                continue
-
-
 class NamespaceNetwork:
     """A star of network namespaces and veth pairs, unique to this run."""
 
@@ -179,8 +156,9 @@ class NamespaceNetwork:
         )
         for host in self.star.hosts:
             self._quiet(host.node_id)
-            switch_offloads_off(self._space(host.node_id), "eth0")
-            switch_offloads_off(self._space("switch"), f"p{host.switch_port}")
+            for place, interface in ((host.node_id, "eth0"), ("switch", f"p{host.switch_port}")):
+                with socket_in(self._space(place), socket.SOCK_DGRAM) as control:
+                    switch_offloads_off(control, interface)
             lines = [
                 "link set lo up",
                 f"link set eth0 address {host.mac} up",

@@ -58,6 +58,22 @@ _OFFLOADS: Final = {
 _ETHERNET_AND_VLAN_BYTES: Final = 18
 
 
+def switch_offloads_off(control: socket.socket, interface: str) -> None:
+    """Have an interface leave checksums and segments alone. `control`: any socket in the network
+    namespace of the interface."""
+    for name, command in _OFFLOADS.items():
+        value = ctypes.create_string_buffer(struct.pack("II", command, 0))
+        request = struct.pack("16sP", interface.encode(), ctypes.addressof(value))
+        try:
+            fcntl.ioctl(control, _SIOCETHTOOL, request)
+        except OSError as error:
+            # Drivers lack some of them; what matters is caught again on reception.
+            log.debug(
+                "offload not switched off",
+                extra={"interface": interface, "offload": name, "error": str(error)},
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class MappedRing:
     """Memory that the kernel fills with frames (TPACKET_V2)."""
@@ -104,7 +120,7 @@ class InterfacePort(Port):
         packets.setsockopt(SOL_PACKET, _PACKET_VNET_HDR, 1)
         packets.setsockopt(SOL_PACKET, PACKET_AUXDATA, 1)
         enlarge_buffers(packets)
-        self._disable_offloads()
+        switch_offloads_off(packets, interface)
         packets.setsockopt(
             SOL_PACKET,
             _PACKET_ADD_MEMBERSHIP,
@@ -152,19 +168,6 @@ class InterfacePort(Port):
             raise PortError(f"port {self.number}: if:{self.interface}: {error}") from error
         self._sender = sender
         return sender.fileno()
-
-    def _disable_offloads(self) -> None:
-        for name, command in _OFFLOADS.items():
-            value = ctypes.create_string_buffer(struct.pack("II", command, 0))
-            request = struct.pack("16sP", self.interface.encode(), ctypes.addressof(value))
-            try:
-                fcntl.ioctl(self._socket, _SIOCETHTOOL, request)
-            except OSError as error:
-                # Drivers lack some of them; what matters is caught again on reception.
-                log.debug(
-                    "offload not switched off",
-                    extra={"interface": self.interface, "offload": name, "error": str(error)},
-                )
 
     def fileno(self) -> int:
         return self._socket.fileno()
