@@ -31,6 +31,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Final
 
 import msgspec
@@ -247,6 +248,16 @@ class _Agent:
     """Its exit status, or the signal that ended it, below 0."""
 
 
+class _Post(Enum):
+    """Whose it is to have an agent here."""
+
+    KEPT = "kept"
+    LEAVING = "leaving"
+    """Another supervisor has asked for it: the agent rests, and nothing is handed over yet. If
+    that fails, it is kept."""
+    LEFT = "left"
+
+
 @dataclass
 class Supervisor:
     """See the module's text."""
@@ -259,6 +270,7 @@ class Supervisor:
     announced: bool = False
     stopping: bool = False
     quick_deaths: int = 0
+    _post: _Post = _Post.KEPT
     _agent: _Agent | None = None
     _asking: list[socket.socket] = field(default_factory=list)
 
@@ -296,7 +308,7 @@ class Supervisor:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 # Who never served may have found the paths of one that goes on.
-                if self.announced and not self._handed_over:
+                if self.announced and self._post is not _Post.LEFT:
                     os.unlink(takeover_path(self.options))
                     os.unlink(self.options.local.socket_path)
             signal.set_wakeup_fd(-1)
@@ -306,8 +318,6 @@ class Supervisor:
             for client in list(self.standing.survivors):
                 self._forget(client)
             self.standing.close()
-
-    _handed_over = False
 
     def _wait(self, timeout_s: float | None) -> None:
         for key, _ in self._selector.select(timeout_s):
@@ -439,14 +449,14 @@ class Supervisor:
     def _over(self, agent: _Agent) -> int | None:
         """The agent has ended: our exit status, or None to start another."""
         code = agent.code
-        if self._handed_over:
+        if self._post is _Post.LEFT:
             return 0
-        if self.stopping or (code == 0 and not self._resting):
+        if self.stopping or (code == 0 and self._post is _Post.KEPT):
             return max(code, 0)
         if not self.announced:
             return max(code, 1)  # it cannot start, and has said why
-        if self._resting:
-            self._resting = False
+        if self._post is _Post.LEAVING:
+            self._post = _Post.KEPT
             return None
         log.error("the agent ended (%s): another takes over", _said(code))
         if time.monotonic() - agent.started_at > QUICK_DEATH_S:
@@ -462,8 +472,6 @@ class Supervisor:
         while not self.stopping and (left := end - time.monotonic()) > 0:
             self._wait(left)
         return 0 if self.stopping else None
-
-    _resting = False
 
     def _signalled(self) -> None:
         for number in self._signals.recv(64):
@@ -501,7 +509,7 @@ class Supervisor:
             return
         agent = self._agent
         assert agent is not None
-        self._resting = True
+        self._post = _Post.LEAVING
         try:
             agent.pipe.send(b"rest")
             deadline = time.monotonic() + HAND_OVER_S
@@ -520,7 +528,7 @@ class Supervisor:
             self._listener = _listen_at(takeover_path(self.options))
             self._selector.register(self._listener, selectors.EVENT_READ, self._asked)
             raise
-        self._handed_over = True
+        self._post = _Post.LEFT
         log.info("another supervisor has taken over")
 
     def _why_not(self, asked: _Asked) -> str:
@@ -533,7 +541,7 @@ class Supervisor:
         if asked != mine:
             return f"{asked.owner}, {asked.arena_path}: this is {mine.owner}, {mine.arena_path}"
         agent = self._agent
-        if self._resting or agent is None or agent.ended or not agent.ready:
+        if self._post is not _Post.KEPT or agent is None or agent.ended or not agent.ready:
             return "no agent serves just now; try again"
         return ""
 

@@ -55,5 +55,5 @@ def test_the_place_is_given_to_one_of_two_that_ask_at_once(
     agent = _Agent(pid=0, pidfd=-1, pipe=nothing, watch=nothing, started_at=0.0, ready=True)
     supervisor = Supervisor(nothing, nothing, nothing, announced=True, _agent=agent)
     assert supervisor._why_not(asked) == ""
-    supervisor._resting = True  # its agent ends what it has begun, for another supervisor
+    supervisor._post = module._Post.LEAVING  # its agent ends what it has begun, for another one
     assert "try again" in supervisor._why_not(asked)
