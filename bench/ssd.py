@@ -40,7 +40,7 @@ from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.options import SsdOptions
 from kvcast.hostagent.ssd import SsdOfAgent
 from kvcast.hostagent.tiers.arena import SLAB_BYTES, Allocator, ArenaFile
-from kvcast.hostagent.tiers.placement import gather_pages
+from kvcast.hostagent.tiers.memory_placement import gather_pages
 from kvcast.hostagent.tiers.ssd.files import THREADS
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.wire import BlockId, digest_of

@@ -60,7 +60,7 @@ from kvcast.hostagent.tiers.arena import Allocator, ArenaError, ArenaFile
 from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.hostagent.tiers.kept import KeptFile
 from kvcast.hostagent.tiers.ledger import Ledger
-from kvcast.hostagent.tiers.placement import gather_pages, placement_of, preferring
+from kvcast.hostagent.tiers.memory_placement import gather_pages, placement_of, preferring
 from kvcast.protocol.links.cards import LinkCard
 from kvcast.protocol.links.rdma import VerbsError
 from kvcast.protocol.links.stream import LinkError

@@ -26,7 +26,7 @@ from kvcast.hostagent.options import (
     Options,
     SsdOptions,
 )
-from kvcast.hostagent.tiers.placement import MAX_NODE
+from kvcast.hostagent.tiers.memory_placement import MAX_NODE
 from kvcast.hostagent.tiers.ssd.layout import SsdError, cut_of
 from kvcast.protocol.links.control_caller import ControlOptions
 from kvcast.protocol.messages.ethernet import parse_ip, unicast_mac

@@ -1,7 +1,7 @@
 """A file of shared memory in this process: mapped where its huge pages can be used as such.
 
 Owns: at which address a file is mapped. Must not know: what lies in it, or how its pages came to be
-huge (`kvcast.hostagent.tiers.placement`).
+huge (`kvcast.hostagent.tiers.memory_placement`).
 
 A huge page is one entry of the page table only where it is mapped at a multiple of its size; else
 it is 512 of small pages, each of which is looked up, and may be a page fault, by itself. The kernel

@@ -21,7 +21,7 @@ from kvcast.hostagent.network.local_server import listen_locally
 from kvcast.hostagent.network.survivors import NOBODY, Keeper, Survivor
 from kvcast.hostagent.options import NetworkOptions, Options
 from kvcast.hostagent.tiers.kept import Kept, KeptOptions, open_kept
-from kvcast.hostagent.tiers.placement import preferring
+from kvcast.hostagent.tiers.memory_placement import preferring
 from kvcast.protocol.messages.control import PoolMap, Registered
 from kvcast.service.listener import listening_sockets
 

@@ -6,7 +6,7 @@
 | time, chance, and what frames and TCP do | `world`, `network`, `streams` |
 | the daemons' cores in it | `agent`, `controller`, `switch`, and a `client` of an agent |
 | ways between agents | `bulk`, `rdma` with `verbs`, `zones` |
-| the same in compiled code | `conveyor` and `pushing`, on `moved` |
+| the same in compiled code | `conveyor` and `pushing`, on `moved_connections` |
 | tiers below DRAM | `disk` with `disk_side`, `objects`, `tier_side` |
 | what goes wrong | `faults`, `hostile` (hosts that lie), `namespaces` (an operator) |
 | what judges | `model` with `model_writes`, `held` (quotas and ages), `blast` (weights) |

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvcast.hostagent.core.agent import AgentCore
-from kvcast.hostagent.core.ends import Table
+from kvcast.hostagent.core.connection_ends import Table
 from kvcast.hostagent.core.pushing import Pushes
-from kvcast.simulation.moved import PIECE_BYTES, MovedSide
+from kvcast.simulation.moved_connections import PIECE_BYTES, MovedSide
 from kvcast.simulation.streams import Process, StreamEnd
 from kvcast.simulation.world import World
 

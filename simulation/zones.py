@@ -180,11 +180,11 @@ class Zone:
 
     @property
     def full(self) -> bool:
-        """As `kvcast.hostagent.core.writing.WriteCard`."""
+        """As `kvcast.hostagent.core.rdma_answers.WriteCard`."""
         return bool(self._waiting)
 
     def write(self, place: Place, segment: memoryview, chunks: int, done: Done) -> None:
-        """As `kvcast.hostagent.core.writing.WriteCard`."""
+        """As `kvcast.hostagent.core.rdma_answers.WriteCard`."""
         self._waiting.append((place, segment, chunks, done))
         self._send_waiting()
 

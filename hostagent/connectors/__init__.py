@@ -6,7 +6,8 @@ library.
 
 | shared | modules |
 |---|---|
-| decisions without I/O | `planner`, `loads`, `transfers`, `found`, `weighing`, `health`, `idling` |
+| decisions without I/O | `planner`, `loads`, `transfers`, `lookup_answers`, `weighing` |
+| when to wait for the pool | `health`, `idling` |
 | names, options, counts | `naming`, `options`, `counters` |
 | the thread to the agent | `agent_link`; by our plan `link`, by the engine's `block_link` |
 | an engine's memory | `torch_memory` |

@@ -1,7 +1,8 @@
 """vLLM's secondary tier, below its CPU offload (`OffloadingConnector`, `TieringOffloadingSpec`).
 
 Owns: what vLLM asks of a SecondaryTierManager, in its terms, and which facts of an engine name its
-chunks. Must not know: how the pool is talked to (`block_link`), or what it was asked (`found`).
+chunks. Must not know: how the pool is talked to (`block_link`), or what it was asked
+(`lookup_answers`).
 
 vLLM copies between the accelerator and a region of the host's memory; this tier copies between that
 region and the pool. All calls come from the scheduler's thread, and none waits. A chunk is a row of
@@ -26,7 +27,7 @@ from typing import Any, ClassVar
 import vllm
 from kvcast.hostagent.connectors.block_link import BlockLink, Named
 from kvcast.hostagent.connectors.counters import NAMES, Counters, split
-from kvcast.hostagent.connectors.found import Found, Question
+from kvcast.hostagent.connectors.lookup_answers import Found, Question
 from kvcast.hostagent.connectors.naming import (
     NamespaceName,
     RankFacts,

@@ -5,7 +5,7 @@
 | clients | `sessions`, `access`, `limits`, `shared_index` (what they pin by themselves) |
 | gets, puts, questions | `reads`, `writes`, `queries` |
 | the same in compiled code | `courier`, `pushing`, `lookups` |
-| other agents | `serving`, `handover`, `writing` (answers by RDMA), `bulk_requests`, `ends` |
+| other agents | `serving`, `handover`, `rdma_answers`, `bulk_requests`, `connection_ends` |
 | what lies where | `store` (DRAM), `reservations`, `ssd` and `lower_tiers` (below it), `headroom` |
 | an object store | `cold`, `cold_share` (quotas there) |
 | the pool | `pool` (its map), `spread` (which holder to read from) |

@@ -26,6 +26,7 @@ from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.namespace_metrics import NamespaceMetrics, explained
 from kvcast.hostagent.core.pool import Pool, PoolMapError
 from kvcast.hostagent.core.queries import Queries
+from kvcast.hostagent.core.rdma_answers import WriteCard, Writing
 from kvcast.hostagent.core.reads import ReadOptions, Reads
 from kvcast.hostagent.core.recovery import Recovery
 from kvcast.hostagent.core.reservations import Reservations
@@ -35,7 +36,6 @@ from kvcast.hostagent.core.spread import Spread
 from kvcast.hostagent.core.ssd import ARENA, SSD, SsdTier
 from kvcast.hostagent.core.store import Copy, Store, StoreRules
 from kvcast.hostagent.core.writes import WriteOptions, Writes
-from kvcast.hostagent.core.writing import WriteCard, Writing
 from kvcast.hostagent.tiers import policies
 from kvcast.hostagent.tiers.ledger import Ledger
 from kvcast.protocol.chains import keys_of

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, Protocol
 
+from kvcast.hostagent.core.connection_ends import Ends, Table
 from kvcast.hostagent.core.courier import Courier as CourierCore
-from kvcast.hostagent.core.ends import Ends, Table
 from kvcast.hostagent.network.lander import Hashing, Landing, Landings, land, wait_for_any
 from kvcast.native.linux import (
     EAGAIN,

@@ -393,7 +393,7 @@ class LandingZone:
     def write(
         self, place: Place, segment: memoryview, chunks: int, done: Callable[[bool], None]
     ) -> None:
-        """As `kvcast.hostagent.core.writing.WriteCard` says."""
+        """As `kvcast.hostagent.core.rdma_answers.WriteCard` says."""
         self._waiting.append((place, segment, chunks, done))
         self._send_waiting()
 

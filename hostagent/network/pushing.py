@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from typing import Annotated, Any, Protocol
 
-from kvcast.hostagent.core.ends import Ends, Table
+from kvcast.hostagent.core.connection_ends import Ends, Table
 from kvcast.hostagent.core.pushing import Pushes
 from kvcast.hostagent.network.lander import Hashing, Landing, Landings, land, wait_for_any
 from kvcast.native.linux import (

@@ -30,6 +30,7 @@ from kvcast.hostagent.core import ssd as ssd_module
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.handover import Handover
 from kvcast.hostagent.core.pool import Pool
+from kvcast.hostagent.core.rdma_answers import Writing
 from kvcast.hostagent.core.reads import GetBatch, Reads
 from kvcast.hostagent.core.recovery import Recovery
 from kvcast.hostagent.core.serving import Serving
@@ -38,7 +39,6 @@ from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.ssd import SsdTier
 from kvcast.hostagent.core.store import COMMITTED, Copy, Store
 from kvcast.hostagent.core.writes import ACK_LOCAL, Writes
-from kvcast.hostagent.core.writing import Writing
 from kvcast.hostagent.tiers import index as index_module
 from kvcast.hostagent.tiers.policies.value import Value
 from kvcast.hostagent.tiers.ssd import layout

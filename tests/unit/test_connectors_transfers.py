@@ -10,7 +10,7 @@ import time
 from importlib.metadata import entry_points
 
 import pytest
-from kvcast.hostagent.connectors.found import Found
+from kvcast.hostagent.connectors.lookup_answers import Found
 from kvcast.hostagent.connectors.naming import key_of
 from kvcast.hostagent.connectors.options import ConfigurationError, parse_store_options
 from kvcast.hostagent.connectors.transfers import BUSY, CAME, DEADLINE, Allowance, Transfer

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kvcast.hostagent.core.writing import Writing
+from kvcast.hostagent.core.rdma_answers import Writing
 from kvcast.protocol.messages import roce, wire
 from kvcast.protocol.messages.wire import BlockId, Frame, digest_of
 from kvcast.protocol.requester import Fetched, Requester, RequesterConfig

@@ -8,9 +8,9 @@ import random
 from pathlib import Path
 
 import pytest
-from kvcast.hostagent.tiers import placement
+from kvcast.hostagent.tiers import memory_placement
 from kvcast.hostagent.tiers.arena import ArenaFile
-from kvcast.hostagent.tiers.placement import gather_pages, placement_of, preferring
+from kvcast.hostagent.tiers.memory_placement import gather_pages, placement_of, preferring
 
 MAPS = """\
 7f00 prefer:1 file=/dev/shm/a\\040b.arena dirty=3 mapmax=2 N0=1 N1=2 kernelpagesize_kB=4
@@ -54,7 +54,7 @@ def test_pages_are_gathered_without_a_byte_changing_or_it_is_said_that_they_are_
 def test_a_kernel_without_huge_pages_is_not_asked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(placement, "_HUGE_PAGE", tmp_path / "none")
+    monkeypatch.setattr(memory_placement, "_HUGE_PAGE", tmp_path / "none")
     arena = ArenaFile(4 << 20)
     fd = arena.open_for_client()
     assert gather_pages(fd, arena.size_bytes) == 0  # a kernel that has none
@@ -84,7 +84,7 @@ def test_an_arena_on_a_node_that_there_is_lies_there(tmp_path: Path) -> None:
 def test_a_node_that_there_is_not_is_no_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING), preferring(placement.MAX_NODE):
+    with caplog.at_level(logging.WARNING), preferring(memory_placement.MAX_NODE):
         arena = ArenaFile(1 << 20, str(tmp_path / "arena"))
     arena.memory[5] = 1
     arena.close()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvcast.hostagent.core.agent import AgentCore
-from kvcast.hostagent.core.ends import Ends, Table
+from kvcast.hostagent.core.connection_ends import Ends, Table
 from kvcast.protocol.links.convey import ConveyCall
 from kvcast.simulation.streams import Process, StreamDriver, StreamEnd
 from kvcast.simulation.world import World
