@@ -22,14 +22,13 @@ The model, all of it:
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvcast.routing.core.costs import CostModel
+from kvcast.simulation.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,19 +272,16 @@ class Simulation:
         self.outcomes: dict[int, Outcome] = {}
         self.refused = 0
         self._engines = [_Engine(self, number, speed) for number, speed in enumerate(speeds)]
-        self._events: list[tuple[float, int, Callable[..., None], Any]] = []
-        self._numbers = itertools.count()
+        self._world = World(0)
 
     def run(self, requests: Sequence[SimulatedRequest]) -> None:
         """Until every answer has ended."""
         for request in requests:
             self.at(request.arrives_s, self._arrives, request)
-        while self._events:
-            now, _, action, subject = heapq.heappop(self._events)
-            action(subject, now)
+        self._world.run()
 
     def at(self, time_s: float, action: Callable[[Any, float], None], subject: Any) -> None:
-        heapq.heappush(self._events, (time_s, next(self._numbers), action, subject))
+        self._world.at(time_s, lambda: action(subject, self._world.now))
 
     def _arrives(self, request: SimulatedRequest, now: float) -> None:
         choice = self.policy.choose(request, now)

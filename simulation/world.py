@@ -4,8 +4,9 @@ Owns: the order of everything. Must not know: what any event is. All randomness 
 from `stream(name)`, each name its own generator, so that leaving out one fault or one client's
 action moves no other; nothing here or above may depend on a hash seed, an address or a real clock.
 
-Three set-ups stand on it: whole pools under faults (`cluster.py`), one incast on fast links
-(`incast.py`), and requesters and responders alone (`tests/property/protocol_network.py`).
+Four set-ups stand on it: whole pools under faults (`cluster.py`), one incast on fast links
+(`incast.py`), requesters and responders alone (`tests/property/protocol_network.py`), and engines
+behind a router (`kvcast.bench.route_simulation`).
 """
 
 from __future__ import annotations
