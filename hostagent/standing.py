@@ -20,6 +20,7 @@ from kvcast.hostagent.network.datagrams import open_tunnel, open_udp
 from kvcast.hostagent.network.local_server import listen_locally
 from kvcast.hostagent.network.survivors import NOBODY, Keeper, Survivor
 from kvcast.hostagent.options import NetworkOptions, Options
+from kvcast.hostagent.tiers.arena import is_ours_alone
 from kvcast.hostagent.tiers.kept import Kept, KeptOptions, open_kept
 from kvcast.hostagent.tiers.memory_placement import preferring
 from kvcast.protocol.messages.control import PoolMap, Registered
@@ -129,8 +130,7 @@ class KeptMap:
         """The last one; None where there is none that can be used."""
         try:
             with open(self._path, "rb") as file:
-                found = os.fstat(file.fileno())
-                if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+                if not is_ours_alone(os.fstat(file.fileno())):
                     return None
                 data = file.read()
         except OSError:

@@ -458,6 +458,11 @@ def _remove_stale(path: str) -> None:
         os.close(old)
 
 
+def is_ours_alone(found: os.stat_result) -> bool:
+    """Whether nobody else can have written a file: only then is believed what it says."""
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
 def try_lock(fd: int) -> bool:
     """Lock an open file; whether nobody else has."""
     try:

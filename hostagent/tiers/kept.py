@@ -30,7 +30,7 @@ from typing import Final
 
 import xxhash
 from kvcast.hostagent.mapping import SharedMapping
-from kvcast.hostagent.tiers.arena import ArenaError, ArenaInUseError, is_at, try_lock
+from kvcast.hostagent.tiers.arena import ArenaError, ArenaInUseError, is_at, is_ours_alone, try_lock
 from kvcast.hostagent.tiers.huge_pages import why_no_room
 from kvcast.hostagent.tiers.index import buckets_for
 from kvcast.hostagent.tiers.ledger import LEDGER_BYTES
@@ -378,7 +378,7 @@ def _open(path: str) -> int:
     if not stat.S_ISREG(found.st_mode) and not stat.S_ISCHR(found.st_mode):
         os.close(fd)
         raise ArenaError(f"{path} exists and is no regular file, and no memory device")
-    if stat.S_ISREG(found.st_mode) and (found.st_uid != os.geteuid() or found.st_mode & 0o077):
+    if stat.S_ISREG(found.st_mode) and not is_ours_alone(found):
         os.close(fd)
         raise ArenaError(f"{path} is not this user's alone, so what it says cannot be trusted")
     return fd

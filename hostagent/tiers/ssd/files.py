@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvcast.hostagent.tiers.arena import is_at, try_lock
+from kvcast.hostagent.tiers.arena import is_at, is_ours_alone, try_lock
 from kvcast.hostagent.tiers.ssd.layout import (
     PAGE_BYTES,
     Cut,
@@ -75,7 +75,7 @@ class SsdFile:
         """SsdError where it is no file that can be used."""
         if not stat.S_ISREG(found.st_mode):
             raise SsdError(f"{self.path} exists and is no regular file")
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        if not is_ours_alone(found):
             raise SsdError(f"{self.path} is not this user's alone, so what it says is not trusted")
 
     def use_direct(self) -> None:
