@@ -1,8 +1,8 @@
 """The DRAM arena: one shared-memory file, and the slab allocator that cuts it into extents.
 
 Owns: which bytes of the arena are taken, and the file's life (made 0600, locked while the agent
-lives, unlinked at a clean shutdown, replaced when its maker is dead). Must not know: blocks,
-keys, namespaces, pins or eviction; `kvcast.hostagent.core.store` decides those.
+lives, unlinked at a clean shutdown, replaced or removed when its maker is dead). Must not know:
+blocks, keys, namespaces, pins or eviction; `kvcast.hostagent.core.store` decides those.
 
 The arena is cut into slabs (1 MiB by default). An extent of up to one slab comes from a slab of
 its size class; a larger one is a run of whole slabs. An empty slab goes back to the free runs
@@ -17,8 +17,10 @@ may fail with enough bytes free but scattered, and the store then evicts until i
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import re
 import stat
 import tempfile
 from dataclasses import dataclass, field
@@ -364,14 +366,18 @@ class ArenaFile:
     """The arena's bytes, or the index's: a locked shared-memory file, mapped read-write.
 
     `path` None: a file named after the process in /dev/shm, or in the temporary directory where
-    /dev/shm is missing or too small. `reserve` allocates and maps the pages now, so that a full
-    tmpfs is an error here and not a SIGBUS later, and no block pays for their page faults.
+    /dev/shm is missing or too small; what processes of this user that were killed have left there
+    is removed first, since nobody else would ever name it. `reserve` allocates and maps the pages
+    now, so that a full tmpfs is an error here and not a SIGBUS later, and no block pays for their
+    page faults.
     """
 
     def __init__(self, size_bytes: int, path: str | None = None, *, reserve: bool = True) -> None:
         self.size_bytes = size_bytes
         errors: list[str] = []
         for candidate in [path] if path is not None else _default_paths():
+            if path is None:
+                _remove_left(os.path.dirname(candidate))
             try:
                 self._fd, self._map = _create(candidate, size_bytes, reserve)
             except ArenaInUseError:
@@ -408,6 +414,16 @@ class ArenaFile:
 def _default_paths() -> list[str]:
     name = f"kvcast-{os.getuid()}-{os.getpid()}.arena"
     return [str(Path(folder) / name) for folder in ("/dev/shm", tempfile.gettempdir())]
+
+
+def _remove_left(folder: str) -> None:
+    """Unlink the arenas, and their indexes, that this user's dead processes have left under the
+    names that `_default_paths` gives."""
+    ours = re.compile(rf"kvcast-{os.getuid()}-\d+\.arena(\.index)?")
+    with contextlib.suppress(OSError):
+        for name in filter(ours.fullmatch, os.listdir(folder)):
+            with contextlib.suppress(OSError, ArenaError):
+                _remove_stale(os.path.join(folder, name))
 
 
 def _create(path: str, size_bytes: int, reserve: bool) -> tuple[int, SharedMapping]:

@@ -390,6 +390,34 @@ def test_a_live_agents_arena_is_not_taken_and_a_dead_ones_is_replaced(
     arena.close()
 
 
+def test_what_a_killed_agent_left_under_a_name_of_its_own_goes_when_another_starts() -> None:
+    """Its name has its process's number in it, so nobody would ever replace it."""
+    code = (
+        "import os, sys\n"
+        "from kvcast.hostagent.tiers.arena import ArenaFile\n"
+        "arena = ArenaFile(1 << 20)\n"
+        "index = ArenaFile(1 << 20, arena.path + '.index')\n"
+        "print(arena.path, flush=True)\n"
+        "sys.stdin.readline()\n"
+        "os._exit(1)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        path = other.stdout.readline().strip()
+        ArenaFile(1 << 20).close()
+        assert os.path.exists(path), "it was in use"
+        other.communicate("die\n")
+    assert os.path.exists(path)
+    assert os.path.exists(f"{path}.index")
+    arena = ArenaFile(1 << 20)
+    assert not os.path.exists(path)
+    assert not os.path.exists(f"{path}.index")
+    assert os.path.exists(arena.path)
+    arena.close()
+
+
 def test_an_arena_that_cannot_be_made_names_the_place_and_the_reason(
     tmp_path: os.PathLike[str],
 ) -> None:
