@@ -1,7 +1,8 @@
 """A folder into the pool.
 
-Owns: which files of a folder are taken, how much of it is on its way at once, and that the manifest
-is put last: a folder that is found was whole at that moment. Must not know: how the pool keeps it.
+Owns: which files of a folder are taken, how much of it is on its way at once, what is put again
+since it was displaced, and that the manifest is put last: a folder that is found was whole at that
+moment. Must not know: how the pool keeps it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ _NAMED_BYTES: Final = 64
 """Of the manifest, for each file, besides its path and keys."""
 BUSY_TRIES: Final = 50
 BUSY_WAIT_S: Final = 0.1
+SETTLE_S: Final = 1.0
+"""Before what was displaced is put again: for disks, to take what is in DRAM only."""
+_LOOK_AT: Final = 1024
+"""Blocks of which one question asks whether they are there."""
 LEFT_OUT: Final = frozenset({PARTIAL, ".git", ".cache"})
 """Folders that are no part of a model: of unfinished fetches, of git, of the hub's client."""
 
@@ -137,7 +142,7 @@ class Loader:
         self._client = client
         self._namespace = namespace
         self._block_bytes = block_bytes
-        self._put = 0
+        self._put: set[bytes] = set()
 
     async def load(
         self, found: list[Source], name: str, version: str, progress: Progress
@@ -146,8 +151,8 @@ class Loader:
         that name and version is another one."""
         for source in found:
             source.keys = [b""] * len(source.blocks(self._block_bytes))
-        blocks = ((source, number) for source in found for number in range(len(source.keys)))
-        await together(self._work(blocks, progress) for _ in range(AT_ONCE))
+        blocks = [(source, number) for source in found for number in range(len(source.keys))]
+        await self._work_on(blocks, progress)
         manifest = Manifest(
             FORMAT,
             self._block_bytes,
@@ -157,10 +162,14 @@ class Loader:
             data = encode(manifest)
         except ManifestError as error:
             raise LoadError(f"this folder cannot be in the pool: {error}") from error
-        await self._check(manifest)
+        await self._put_displaced(blocks, manifest.size_bytes)
         await self._publish(manifest_key(name, version), data, name, version)
-        count = sum(len(source.keys) for source in found)
-        return Loaded(identity(data), len(found), manifest.size_bytes, count, self._put)
+        size_bytes, put_blocks = manifest.size_bytes, len(self._put)
+        return Loaded(identity(data), len(found), size_bytes, len(blocks), put_blocks)
+
+    async def _work_on(self, blocks: list[tuple[Source, int]], progress: Progress) -> None:
+        left = iter(blocks)
+        await together(self._work(left, progress) for _ in range(AT_ONCE))
 
     async def _work(self, blocks: Iterator[tuple[Source, int]], progress: Progress) -> None:
         buffer = memoryview(bytearray(self._block_bytes))
@@ -170,7 +179,7 @@ class Loader:
             source.keys[number] = key = await asyncio.to_thread(_read, source, offset, view)
             if not await self._client.exists(self._namespace, [key]):
                 await self._put_block(key, view)
-                self._put += 1
+                self._put.add(key)
             progress(len(view))
 
     async def _put_block(self, key: bytes, view: memoryview) -> None:
@@ -187,19 +196,35 @@ class Loader:
             await asyncio.sleep(BUSY_WAIT_S * min(tries + 1, 10))
         raise LoadError(f"the pool does not take a block of {len(view)} bytes: {status}")
 
-    async def _check(self, manifest: Manifest) -> None:
-        """All blocks are still there, or the pool has no room for the folder."""
-        keys = [
-            file.keys[at : at + KEY_BYTES]
-            for file in manifest.files
-            for at in range(0, len(file.keys), KEY_BYTES)
-        ]
-        there = await self._client.exists(self._namespace, keys, 10.0)
-        if there < len(keys):
-            raise LoadError(
-                f"the pool keeps only the first {there} of {len(keys)} blocks: it has no room for"
-                f" {manifest.size_bytes / (1 << 30):.2f} GiB, or a node was lost meanwhile"
-            )
+    async def _put_displaced(self, blocks: list[tuple[Source, int]], size_bytes: int) -> None:
+        """See to it that all blocks are there at once. Where they come faster than a disk takes
+        them, some are evicted before they are written: they are put again, as long as each time
+        an eighth less is missing. Else the pool has no room for the folder: LoadError."""
+        most = len(blocks)
+        while missing := await self._missing(blocks):
+            if len(missing) > most:
+                raise LoadError(
+                    f"the pool keeps only {len(blocks) - len(missing)} of {len(blocks)} blocks: it"
+                    f" has no room for {size_bytes / (1 << 30):.2f} GiB, or a node was lost"
+                    " meanwhile"
+                )
+            most = len(missing) - max(1, len(missing) // 8)
+            await asyncio.sleep(SETTLE_S)
+            await self._work_on(missing, lambda _size_bytes: None)
+
+    async def _missing(self, blocks: list[tuple[Source, int]]) -> list[tuple[Source, int]]:
+        """Those of the blocks that the pool does not hold."""
+        keys = [source.keys[number] for source, number in blocks]
+        missing = []
+        at = 0
+        while at < len(keys):
+            asked = keys[at : at + _LOOK_AT]
+            there = await self._client.exists(self._namespace, asked, 10.0)
+            at += there
+            if there < len(asked):
+                missing.append(blocks[at])
+                at += 1
+        return missing
 
     async def _publish(self, key: bytes, data: bytes, name: str, version: str) -> None:
         (former,) = await self._client.get(self._namespace, [key], 5.0)

@@ -276,3 +276,21 @@ async def test_a_folder_that_is_too_large_for_the_pool_is_told_of(tmp_path: Path
         assert "it has no room for 0.04 GiB" in error
         words = ("fetch", "--socket", socket, "--model", "m", "--to", tmp_path / "copy")
         assert (await kvcast(*words))[0] == 3, "it is not there at all"
+
+
+async def test_a_folder_that_only_dram_and_a_disk_can_hold_together_is_loaded_whole(
+    tmp_path: Path,
+) -> None:
+    """Blocks come faster than the disk takes them."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "f").write_bytes(os.urandom(60 << 20))
+    disk = (f"--ssd={tmp_path}/node-1.ssd", "--ssd-bytes=128MiB")
+    async with running_pool(
+        tmp_path / "pool", 1, replicas=0, arena_bytes=32 << 20, agent_flags=disk
+    ) as (pool, _):
+        socket = pool.sockets["node-1"]
+        words = ("load", "--socket", socket, "--model", tmp_path / "m", "--block-size", "1MiB")
+        code, _, error = await kvcast(*words)
+        assert (code, error) == (0, "")
+        await _fetch(socket, tmp_path / "copy")
+    assert _read(tmp_path / "copy") == _read(tmp_path / "m")

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvcast.hostagent.models import loading
 from kvcast.hostagent.models.loading import LoadError, Source, most_room, sources
 from kvcast.hostagent.models.manifest import (
     FORMAT,
@@ -121,6 +122,73 @@ def test_a_changed_byte_is_refused_or_changes_the_identity(at: int, change: int)
 def test_keys_are_told_apart() -> None:
     assert manifest_key("ab", "c") != manifest_key("a", "bc")
     assert manifest_key("a", "1") != key_of(b"1:a1")
+
+
+class Displacing:
+    """A pool of which DRAM takes so many blocks, and loses the oldest where more are put; a disk
+    below it takes so many of them whenever somebody asks for all blocks."""
+
+    def __init__(self, dram: int, written: int) -> None:
+        self._dram = dram
+        self._written = written
+        self._above: dict[bytes, None] = {}
+        self._below: set[bytes] = set()
+        self.manifests: list[bytes] = []
+        self.puts = 0
+
+    def held(self) -> set[bytes]:
+        return self._below | self._above.keys()
+
+    async def exists(self, _namespace: int, keys: list[bytes], _deadline_s: float = 0.0) -> int:
+        if len(keys) > 1:
+            for key in list(self._above)[: self._written]:
+                del self._above[key]
+                self._below.add(key)
+        return next((n for n, key in enumerate(keys) if key not in self.held()), len(keys))
+
+    async def put(self, _namespace: int, blocks: dict[bytes, memoryview]) -> None:
+        for key, data in blocks.items():
+            if bytes(data[:16]).startswith(b"part"):
+                self.puts += 1
+                self._above[key] = None
+            else:
+                self.manifests.append(bytes(data))
+        while len(self._above) > self._dram:
+            del self._above[next(iter(self._above))]
+
+    async def get(self, _namespace: int, _keys: list[bytes], _deadline_s: float) -> list[None]:
+        return [None]
+
+
+def _folder_of_blocks(folder: Path, count: int) -> list[Source]:
+    (folder / "f").write_bytes(b"".join(b"part%096d" % number for number in range(count)))
+    return sources(folder)
+
+
+async def test_what_was_displaced_before_a_disk_had_it_is_put_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "SETTLE_S", 0.0)
+    pool, told = Displacing(dram=10, written=8), []
+    found = _folder_of_blocks(tmp_path, 40)
+    loader = loading.Loader(cast(Any, pool), 1, BLOCK)
+    loaded = await loader.load(found, "m", "1", told.append)
+    assert {found[0].keys[number] for number in range(40)} <= pool.held()
+    assert len(pool.manifests) == 1
+    assert (loaded.blocks, loaded.put_blocks, sum(told)) == (40, 40, 40 * BLOCK)
+    assert pool.puts > 40
+
+
+async def test_a_pool_that_keeps_no_more_each_time_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "SETTLE_S", 0.0)
+    pool = Displacing(dram=10, written=0)
+    loader = loading.Loader(cast(Any, pool), 1, BLOCK)
+    with pytest.raises(LoadError, match="keeps only 10 of 40 blocks"):
+        await loader.load(_folder_of_blocks(tmp_path, 40), "m", "1", lambda _: None)
+    assert pool.manifests == []
+    assert pool.puts <= 2 * 40
 
 
 def test_a_folders_files_are_those_of_a_model(tmp_path: Path) -> None:
