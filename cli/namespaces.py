@@ -17,7 +17,13 @@ from kvcast.service.commands import EXIT_OK, build_subcommands
 from kvcast.service.values import number, parse_size, whole_number
 
 _PATH = "/v1/namespaces"
-_NAMES = ("tenant", "model", "version", "layout")
+_NAMES = {
+    "tenant": "whose blocks they are",
+    "model": "what they are computed with",
+    "version": "which version of the model",
+    "layout": "how the bytes of a block are laid out",
+}
+_NUMBER = "the namespace's number (kvcast namespace list)"
 
 _DESCRIPTION = """\
 Namespaces: whose blocks they are, of which model, version and layout. A new version of a model is a
@@ -72,14 +78,14 @@ def build_parser() -> argparse.ArgumentParser:
     listing = command("list", "show all namespaces and what was said of them")
     listing.add_argument("--json", action="store_true", help="the controller's answer as it is")
     make = command("make", "make a namespace; one that is there keeps what is not said")
-    for name in _NAMES:
-        make.add_argument(name, metavar=name.upper())
+    for name, what in _NAMES.items():
+        make.add_argument(name, metavar=name.upper(), help=what)
     change = command("set", "change what is said of a namespace; the rest stays")
-    change.add_argument("namespace", type=whole_number(1, 0xFFFF), metavar="NUMBER")
+    change.add_argument("namespace", type=whole_number(1, 0xFFFF), metavar="NUMBER", help=_NUMBER)
     for one in (make, change):
         _add_settings(one)
     delete = command("delete", "drop all blocks of a namespace everywhere, and forget it")
-    delete.add_argument("namespace", type=whole_number(1, 0xFFFF), metavar="NUMBER")
+    delete.add_argument("namespace", type=whole_number(1, 0xFFFF), metavar="NUMBER", help=_NUMBER)
     return parser
 
 

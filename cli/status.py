@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 _RESIDENTS_SHOWN = 12
+_SOME_HAVE = ("arena", "ssd", "cold")
+"""Tiers that are shown where blocks came from there."""
+_WIDE = 200
+"""Columns of a view that no terminal shows."""
 _OUTCOMES = ("whole", "part", "computed")
 _WAYS = ("load", "compute")
 """As in the names of agents' numbers (`hostagent/core/engines.py`)."""
@@ -84,7 +90,8 @@ async def _status(options: argparse.Namespace) -> int:
         reports.write_json(options.json, status)
         if options.json == "-":
             return EXIT_OK
-    console = Console()
+    shown_at_once = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(width=None if shown_at_once else _WIDE)
     if options.once or not console.is_terminal:
         console.print(render(status, None))
         return EXIT_OK
@@ -193,16 +200,22 @@ def _counted(status: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
 def _hits(status: dict[str, Any]) -> RenderableType:
     """A row a node, and one for all: where engines' blocks came from, and how long those waited
     that were fetched."""
+    counted = _counted(status)
+    tiers = [
+        tier
+        for tier in TIERS
+        if tier not in _SOME_HAVE or any(c.get(f"hits_{tier}_total") for _, c in counted)
+    ]
     rows = [
         (
             name,
-            *(f"{counters.get(f'hits_{tier}_total', 0):.0f}" for tier in TIERS),
+            *(f"{counters.get(f'hits_{tier}_total', 0):.0f}" for tier in tiers),
             f"{counters.get('misses_total', 0):.0f}",
             *(_fetch_ms(counters, q) for q in (0.5, 0.99)),
         )
-        for name, counters in _counted(status)
+        for name, counters in counted
     ]
-    columns = ("node", *TIERS, "misses", "p50 ms", "p99 ms")
+    columns = ("node", *tiers, "misses", "p50 ms", "p99 ms")
     return table_of(columns, rows, title="blocks got, by where they came from", left=("node",))
 
 
@@ -243,7 +256,10 @@ def _state(node: dict[str, Any]) -> str:
         return "[red]dead[/]"
     if not node["connected"]:
         return "[yellow]silent[/]"
-    return "alive" if node["programmed"] else "[yellow]joining[/]"
+    if node.get("draining"):
+        return "[yellow]draining[/]" if node["placed"] else "drained"
+    joins = node.get("joining") or not node["programmed"]
+    return "[yellow]joining[/]" if joins else "alive"
 
 
 def _sent(counters: dict[str, float]) -> float:

@@ -19,12 +19,13 @@ def table_of(
     title: str | None = None,
     left: Sequence[str] = ("",),
 ) -> Table:
-    """Columns are aligned right, but for those that `left` names."""
+    """Columns are aligned right, but for those that `left` names. What is too wide goes on below;
+    nothing is cut off."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
     for name in columns:
-        table.add_column(name, justify="left" if name in left else "right")
+        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
     for row in rows:
         table.add_row(*(str(value) for value in row))
     return table

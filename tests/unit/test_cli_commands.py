@@ -96,6 +96,18 @@ def test_the_command_imports_nothing_heavy_before_it_knows_what_to_do(words: lis
     assert not _imported(ran) & (HEAVY | {"msgspec", "xxhash"})
 
 
+@pytest.mark.parametrize("command", ["make", "set", "delete"])
+def test_what_a_namespace_command_wants_is_explained(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["namespace", command, "--help"])
+    text = capsys.readouterr().out
+    wanted = ("TENANT", "MODEL", "VERSION", "LAYOUT") if command == "make" else ("NUMBER",)
+    for name in wanted:
+        assert any(line.startswith(f"  {name}  ") for line in text.splitlines()), name
+
+
 def test_the_benches_and_workloads_are_explained() -> None:
     assert "home_egress_ratio" in _run("bench", "incast", "--help").stdout
     text = " ".join(_run("demo", "--help").stdout.split())
@@ -357,11 +369,13 @@ _STATUS = {
 
 
 def _rendered(
-    before: tuple[dict[str, object], float] | None, shown: dict[str, object] = _STATUS
+    before: tuple[dict[str, object], float] | None,
+    shown: dict[str, object] = _STATUS,
+    width: int = 200,
 ) -> str:
     from rich.console import Console
 
-    console = Console(width=200, force_terminal=False, record=True)
+    console = Console(width=width, force_terminal=False, record=True)
     with console.capture() as captured:
         console.print(status.render(shown, before))
     return captured.get()
@@ -372,6 +386,37 @@ def test_the_status_view_shows_nodes_tiers_links_decisions_and_residents() -> No
     for word in ("epoch 7", "1 of 2 nodes alive", "node-1", "dead", "join", "28", "ab" * 16):
         assert word in text
     assert "slots 1 of 256" in text
+
+
+@pytest.mark.parametrize(
+    ("facts", "state"),
+    [
+        ({}, "alive"),
+        ({"draining": True, "placed": True}, "draining"),
+        ({"draining": True, "placed": False, "programmed": False}, "drained"),
+        ({"joining": True}, "joining"),
+        ({"programmed": False}, "joining"),
+        ({"draining": True, "placed": True, "connected": False}, "silent"),
+        ({"draining": True, "placed": False, "alive": False}, "dead"),
+    ],
+)
+def test_the_status_view_tells_what_becomes_of_a_node(facts: dict[str, bool], state: str) -> None:
+    node = {"node_id": "n", **_STATUS["nodes"][0], **facts}  # type: ignore[index, dict-item]
+    text = _rendered(None, {**_STATUS, "nodes": [node]})
+    (row,) = [line for line in text.split("blocks got")[0].splitlines() if "node-1" in line]
+    assert state in row.split()
+
+
+def test_the_status_view_fits_a_terminal_of_80_columns_and_names_only_tiers_in_use() -> None:
+    text = _rendered(None, width=80)
+    assert "…" not in text
+    assert text.count("node-1") == 3, "in each of the tables"
+    titles = text.split("blocks got")[1].splitlines()[2:5]
+    assert not any("ssd" in line for line in titles)
+    agents = {"node-1": {"hits_ssd_total": 3.0}}
+    assert any(
+        "ssd" in line for line in _rendered(None, {**_STATUS, "agents": agents}).splitlines()
+    )
 
 
 def test_the_status_view_tells_a_pools_quantiles_from_all_its_fetches() -> None:

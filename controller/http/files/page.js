@@ -252,7 +252,9 @@ const left = (text) => ({ text, style: "words" });
 function state(node) {
   if (!node.alive) return { text: "dead", style: "words bad" };
   if (!node.connected) return { text: "silent", style: "words warn" };
-  if (!node.programmed) return { text: "joining", style: "words warn" };
+  if (node.draining && node.placed) return { text: "draining", style: "words warn" };
+  if (node.draining) return { text: "drained", style: "words" };
+  if (node.joining || !node.programmed) return { text: "joining", style: "words warn" };
   return { text: "alive", style: "words good" };
 }
 
