@@ -90,7 +90,8 @@ class Obstore:
         try:
             self._store: ObjectStore = from_url(url)
         except Exception as error:  # obstore's own have no common base
-            raise ColdError(f"{url}: {error}") from error
+            what = str(error).partition("\n")[0]  # below it are the library's own structures
+            raise ColdError(f"{url}: {what}") from error
 
     async def put(self, name: str, data: bytes) -> None:
         import obstore

@@ -44,6 +44,11 @@ AHEAD_OF_ARENA = 16
 """Rooms given ahead take such a part of the arena at most, all together."""
 AHEAD_OF_QUOTA = 32
 """One takes such a part of its namespace's quota at most."""
+_WHY_REFUSED = {
+    local.UNAVAILABLE: "namespace {}: this node has no map of the pool yet",
+    local.UNKNOWN_NAMESPACE: "the pool has no namespace {}",
+    local.FORBIDDEN: "this node may not use namespace {}",
+}
 
 _RATED = local.Get | local.Prefetch | local.Alloc | local.Put
 _ListRequest = _RATED | local.Drop | local.Pin | local.Unpin
@@ -315,11 +320,11 @@ class Session:
         else:
             refusal = self._core.reads.refusal(request.namespace)
             if refusal is not None:
-                self._refuse(request, refusal, f"namespace {request.namespace}")
+                self._refuse(request, refusal, _WHY_REFUSED[refusal].format(request.namespace))
                 return
             if not self._may_use(request.namespace):
                 self._core.metrics.local_forbidden_total += 1
-                self._refuse(request, local.FORBIDDEN, f"namespace {request.namespace}")
+                self._refuse(request, local.FORBIDDEN, _not_for(request.namespace))
                 return
             if self._stands_for_another(request.namespace):
                 reason = f"namespace {request.namespace} stands for another one now: find it again"
@@ -838,10 +843,14 @@ class Session:
 
     def _find_namespace(self, request: local.FindNamespace) -> None:
         if self._tenants is not ALL_TENANTS and request.tenant not in self._tenants:
-            self._forbid(request.request, f"tenant {request.tenant}")
+            self._forbid(request.request, f"this client may not use tenant {request.tenant}")
             return
 
+        parts = (request.tenant, request.model, request.version, request.layout)
+
         def found(info: NamespaceInfo | GroupInfo | None, status: str, reason: str) -> None:
+            if info is None and status == local.UNAVAILABLE:
+                info = self._in_last_map(parts)  # as all that needs the controller for nothing new
             if isinstance(info, NamespaceInfo):
                 self._told[info.namespace] = _parts_of(info)
                 self._reply(local.FoundNamespace(request.request, info))
@@ -849,15 +858,19 @@ class Session:
                 self._fail(request.request, status, reason)
 
         def make(number: int) -> NamespaceRequest:
-            return NamespaceRequest(
-                number, request.tenant, request.model, request.version, request.layout
-            )
+            return NamespaceRequest(number, *parts)
 
         self._core.ask_controller(make, found)
 
+    def _in_last_map(self, parts: tuple[str, str, str, str]) -> NamespaceInfo | None:
+        """The namespace of that meaning, where the pool had it when the controller last spoke."""
+        pool = self._core.pool
+        known = pool.namespaces.values() if pool is not None else ()
+        return next((info for info in known if _parts_of(info) == parts), None)
+
     def _find_group(self, request: local.FindGroup) -> None:
         if not self._may_use(request.namespace):
-            self._forbid(request.request, f"namespace {request.namespace}")
+            self._forbid(request.request, _not_for(request.namespace))
             return
 
         def found(info: NamespaceInfo | GroupInfo | None, status: str, reason: str) -> None:
@@ -878,7 +891,7 @@ class Session:
         keys: list[bytes] = []
         if request.keys:
             if not self._may_use(request.namespace):
-                self._forbid(request.request, f"namespace {request.namespace}")
+                self._forbid(request.request, _not_for(request.namespace))
                 return
             try:
                 keys = core.pool_keys(request.namespace, request.keys)
@@ -924,6 +937,10 @@ def rows_left(ledger: Ledger) -> dict[int, list[tuple[int, Row]]]:
         if row.number not in [known.number for _, known in of_one]:
             of_one.append((ledger.write(row), row))
     return rows
+
+
+def _not_for(namespace: int) -> str:
+    return f"this client may not use namespace {namespace}"
 
 
 def _parts_of(info: NamespaceInfo) -> tuple[str, str, str, str]:

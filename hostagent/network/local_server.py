@@ -593,6 +593,8 @@ def listen_locally(options: LocalOptions) -> socket.socket:
         mask = os.umask(0o177)
         try:
             sock.bind(path)
+        except OSError as error:  # which does not say where
+            raise SocketInUseError(f"{path}: {error.strerror or error}") from error
         finally:
             os.umask(mask)
         if options.access.lets_others_in:

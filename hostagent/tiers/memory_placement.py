@@ -63,7 +63,8 @@ def _set_policy(mode: int, node: int | None) -> bool:
     arguments = (mask, MAX_NODE + 2) if node is not None else (None, 0)
     done = libc.syscall(ctypes.c_long(number), ctypes.c_long(mode), *arguments)
     if done:
-        log.warning("memory is not placed: %s", os.strerror(ctypes.get_errno()))
+        why = os.strerror(ctypes.get_errno())
+        log.warning("memory is not placed on NUMA node %s: %s", "-" if node is None else node, why)
     return not done
 
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import pytest
 from hostagent_harness import MiniController, PlainSwitch, ip_of, key_of, mac_of, until
 from kvcast.hostagent.client import AsyncClient, Client
 from kvcast.hostagent.flags import options_of, parse
+from kvcast.hostagent.network.local_server import LocalOptions, SocketInUseError, listen_locally
 
 
 def command(
@@ -183,6 +185,13 @@ def test_wrong_flags_are_named(
     wrong: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in refused([*GOOD, wrong], capsys)
+
+
+@pytest.mark.parametrize("name", ["nowhere/agent.sock", "x" * 200])
+def test_a_socket_that_cannot_be_made_is_named(tmp_path: Path, name: str) -> None:
+    path = str(tmp_path / name)
+    with pytest.raises(SocketInUseError, match=re.escape(path)):
+        listen_locally(LocalOptions(path))
 
 
 def test_missing_flags_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1538,6 +1538,29 @@ def test_a_request_for_an_unknown_namespace_fails_as_a_whole() -> None:
     assert statuses == [local.UNKNOWN_NAMESPACE, local.INVALID, local.UNAVAILABLE]
 
 
+def test_a_namespace_of_the_last_map_is_found_while_the_controller_is_away() -> None:
+    node = connected(pool_of([1])[0])
+    session, replies = session_of(node)
+    session.handle(node.now, local.FindNamespace(1, "t", "m", "1", "l"))
+    assert replies == [], "the controller is asked"
+    node.core.control_lost()
+    session.handle(node.now, local.FindNamespace(2, "t", "m", "1", "l"))
+    session.handle(node.now, local.FindNamespace(3, "t", "m", "2", "l"))
+    info = NamespaceInfo(1, "t", "m", "1", "l")
+    assert replies[:2] == [local.FoundNamespace(1, info), local.FoundNamespace(2, info)]
+    assert isinstance(replies[2], local.Failed)
+    assert replies[2].status == local.UNAVAILABLE
+
+
+def test_a_refusal_says_what_is_wrong_with_the_namespace() -> None:
+    node = pool_of([1])[0]
+    session, replies = session_of(node)
+    session.handle(node.now, local.Get(1, 9, [key(1)], 1.0))
+    (failed,) = replies
+    assert isinstance(failed, local.Failed)
+    assert failed.reason == "the pool has no namespace 9"
+
+
 def test_counters_have_one_name_each_and_cover_every_part() -> None:
     counters = pool_of([1])[0].core.counters()
     assert all(isinstance(value, float) for value in counters.values())

@@ -169,6 +169,17 @@ async def test_a_url_that_says_nothing_is_refused(url: str) -> None:
         open_store(url)
 
 
+async def test_a_folder_that_is_not_there_and_a_strange_scheme_are_told_in_a_line(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("obstore")
+    for url in (f"file://{tmp_path}/nowhere", "ftp://host/folder"):
+        with pytest.raises(ColdError) as told:
+            open_store(url)
+        assert url in str(told.value)
+        assert "\n" not in str(told.value)
+
+
 async def test_without_the_package_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     with pytest.raises(ColdError, match="package"):
