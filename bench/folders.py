@@ -319,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"kvcast: {error}", file=sys.stderr)
         return 1
     report_to(given.json, report, show)
-    return 0
+    return int(report["wrong_files"] > 0)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,8 @@ PEERS: Final = {
 }
 """What libCacheSim calls those policies that it has, too."""
 RATES: Final = ("requests", "bytes", "prefix", "compute")
+_LEAST_OF_S3FIFO: Final = 10
+"""Objects, of which a tenth is libCacheSim's small queue."""
 TOKENS_OF_GENERATED: Final = 512
 NEVER: Final = (1 << 62) - 1
 
@@ -234,6 +236,11 @@ def rates_of(trace: Trace, hits: list[bool]) -> dict[str, float]:
     return {name: 100 * found[name] / asked[name] for name in RATES}
 
 
+def _can_be_asked(name: str, slots: int) -> bool:
+    """Whether the peer has such a cache; of one that it has not, it ends the process."""
+    return name in PEERS and (name != "s3fifo" or slots >= _LEAST_OF_S3FIFO)
+
+
 def _note(name: str, slots: int) -> str | None:
     """Why the peer's figure is none to compare with, if it is not."""
     if name == "s3fifo" and slots < 20:
@@ -285,7 +292,7 @@ def measure(
             **{f"hit_rate_{of}": round(rate, 4) for of, rate in rates.items()},
             "microseconds_a_lookup": round(1e6 * took_s / len(trace.lookups), 3),
         }
-        if version and name in PEERS:
+        if version and _can_be_asked(name, slots):
             theirs = rates_of(trace, _hits_of_peer(name, trace, slots))
             row |= {f"peer_hit_rate_{of}": round(theirs[of], 4) for of in ("requests", "bytes")}
             row["peer_note"] = _note(name, slots)
@@ -320,7 +327,8 @@ def table(report: dict[str, Any]) -> str:
     lines.append("")
     if report["peer"]:
         apart = report["peer_max_difference_points"]
-        lines.append(f"peer: {report['peer']}, by requests; at most {apart:.3f} points apart")
+        most = "nothing to compare" if apart is None else f"at most {apart:.3f} points apart"
+        lines.append(f"peer: {report['peer']}, by requests; {most}")
         notes = {row.get("peer_note") for row in report["results"]} - {None}
         lines += [f"* not counted: {note}" for note in sorted(notes)]
     else:
@@ -433,9 +441,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 progress=progress,
                 report=report,
             )
-        if plot:
-            Path(plot).write_bytes(picture(report))
         reports.report_to(arguments.json, report, lambda measured: print(table(measured)))
+        if plot:
+            Path(plot).parent.mkdir(parents=True, exist_ok=True)
+            Path(plot).write_bytes(picture(report))
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

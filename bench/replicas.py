@@ -34,6 +34,7 @@ from kvcast.bench.readers import Readers, end
 from kvcast.hostagent.client import AsyncClient
 from kvcast.service.provenance import provenance
 from kvcast.service.reports import add_json, report_to, say
+from kvcast.service.statistics import ratio
 from kvcast.topologies.pool import Pool, PoolOptions
 from kvcast.topologies.star import Star
 from kvcast.workloads import content
@@ -129,8 +130,8 @@ async def _adapted(pool: Pool) -> tuple[float, int]:
     return changed - begun, sum(len(each["nodes"]) for each in former)
 
 
-async def _one_copy(pool: Pool, spares: set[str]) -> float:
-    """Seconds until there is one copy of every block again; infinity if that takes too long."""
+async def _one_copy(pool: Pool, spares: set[str]) -> float | None:
+    """Seconds until there is one copy of every block again; None if that takes too long."""
     begun = time.perf_counter()
     while (took := time.perf_counter() - begun) < ONE_COPY_WITHIN_S:
         status = await pool.status()
@@ -138,7 +139,7 @@ async def _one_copy(pool: Pool, spares: set[str]) -> float:
         if not status["replicas"] and not held:
             return took
         await asyncio.sleep(0.5)
-    return float("inf")
+    return None
 
 
 async def run(options: Options) -> dict[str, Any]:
@@ -155,12 +156,12 @@ async def run(options: Options) -> dict[str, Any]:
             counts = (await pool.status())["counts"]
         say(f"with replicas: {after / 1e6:.2f} MB/s")
         back = await _one_copy(pool, spares)
-        say(f"one copy again after {back:.1f} s")
+        say("more than one copy still" if back is None else f"one copy again after {back:.1f} s")
         pool.check_alive()
     return {
         "bench": "replicas",
-        "throughput_after_over_before": after / before,
-        "seconds_to_one_copy": back,
+        "throughput_after_over_before": ratio(after, before),
+        "seconds_to_one_copy": back if replicas else None,  # there was never more than one
         "wrong_bytes": plain.wrong_bytes + load.wrong_bytes,
         "misses": plain.misses + load.misses,
         "errors": sorted({*plain.errors, *load.errors})[:5],
@@ -197,7 +198,13 @@ def main() -> int:
     )
     report = asyncio.run(run(options))
     report_to(given.json, report)
-    return int(report["wrong_bytes"] > 0 or report["misses"] > 0)
+    return exit_status(report)
+
+
+def exit_status(report: dict[str, Any]) -> int:
+    """1 where bytes were wrong or did not come, or the pool did not adapt, or not back."""
+    found = (report["throughput_after_over_before"], report["seconds_to_one_copy"])
+    return int(None in found or report["wrong_bytes"] > 0 or report["misses"] > 0)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from kvcast.hostagent.client import AsyncClient, Client, KvcastError
 from kvcast.protocol.messages.wire import bucket_of
 from kvcast.service.provenance import provenance
 from kvcast.service.reports import add_json, report_to, say
+from kvcast.service.values import number, parse_size, whole_number
 from kvcast.topologies.part import Part
 from kvcast.topologies.pool import Pool, PoolError, PoolOptions
 from kvcast.topologies.star import Star
@@ -450,16 +451,22 @@ def draw(figures: Sequence[dict[str, Any]], path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--sizes-gib", default=",".join(map(str, SIZES_GIB)), help="arenas, in GiB")
-    parser.add_argument("--block-bytes", type=int, default=BLOCK_BYTES)
-    parser.add_argument("--trials", type=int, default=TRIALS, help="restarts a size")
-    parser.add_argument("--rounds", type=int, default=2, help="upgrades of every agent")
+    parser.add_argument(
+        "--sizes-gib",
+        type=_sizes,
+        default=",".join(map(str, SIZES_GIB)),
+        help="arenas, in GiB (%(default)s); empty for none",
+    )
+    parser.add_argument("--block-bytes", type=parse_size, default=BLOCK_BYTES, metavar="SIZE")
+    parser.add_argument("--trials", type=whole_number(1), default=TRIALS, help="restarts a size")
+    parser.add_argument("--rounds", type=whole_number(1), default=2, help="upgrades of every agent")
     add_json(parser)
     parser.add_argument("--plot", type=Path, help="draw the restarts as a PNG")
     options = parser.parse_args()
-    sizes = [float(size) for size in options.sizes_gib.split(",") if size]
+    if options.sizes_gib and not 0 < options.block_bytes <= min(options.sizes_gib) * GIB / 16:
+        parser.error("--block-bytes must be a sixteenth of the smallest arena at most")
     say("restart")
-    figures = asyncio.run(restart(sizes, options.block_bytes, options.trials))
+    figures = asyncio.run(restart(options.sizes_gib, options.block_bytes, options.trials))
     say("upgrade")
     upgraded = asyncio.run(upgrade(options.rounds))
     say("loss of a node")
@@ -470,10 +477,10 @@ def main() -> int:
         f"restart_{one['arena_gib']:g}g_ms": one["first_block_ms"] for one in figures
     }
     report |= {
-        "failed_reads": upgraded["failed_reads"],
+        "failed_reads": _failed_of(upgraded),
         "lost_blocks": upgraded["lost_blocks"],
         "lost_acknowledged": lost["lost_acknowledged"],
-        "scale_failed_reads": scaled["failed_reads"],
+        "scale_failed_reads": _failed_of(scaled),
         "scale_lost_blocks": scaled["lost_blocks"],
         "scale_missing_share": max(
             0, scaled["share_of_the_newcomer"] - scaled["blocks_of_the_newcomer"]
@@ -487,11 +494,28 @@ def main() -> int:
     report_to(options.json, report)
     if options.plot is not None:
         draw(figures, options.plot)
-    wrong = sum(one["wrong_blocks"] + one["missing_blocks"] for one in figures)
-    wrong += report["scale_failed_reads"] + report["scale_lost_blocks"]
-    wrong += report["scale_missing_share"]
-    wrong += report["failed_reads"] + report["lost_blocks"] + report["lost_acknowledged"]
-    return int(wrong > 0)
+    return exit_status(report)
+
+
+_NONE_OF_THESE: Final = (
+    *("failed_reads", "lost_blocks", "lost_acknowledged"),
+    *("scale_failed_reads", "scale_lost_blocks", "scale_missing_share"),
+)
+
+
+def exit_status(report: dict[str, Any]) -> int:
+    """1 where anything was lost, wrong or failed, or was not tried."""
+    wrong = sum(one["wrong_blocks"] + one["missing_blocks"] for one in report["restarts"])
+    return int(wrong > 0 or any(report[name] != 0 for name in _NONE_OF_THESE))
+
+
+def _failed_of(figures: dict[str, Any]) -> int | None:
+    """Reads that failed; None of none."""
+    return int(figures["failed_reads"]) if figures["gets"] else None
+
+
+def _sizes(text: str) -> list[float]:
+    return [number(0.03, 1024)(size) for size in text.split(",") if size]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ best one counts. Rounds alternate, and of each kind the fastest counts, since wh
 machine does only makes one slower. Every block that is read is compared with what was put
 (`wrong_bytes`).
 
-`crash_points` crashes of `kvcast.simulation.crashes` follow: `crash_wrong_bytes` must be 0.
+`crash_points` crashes of `kvcast.simulation.crashes` follow: `crash_wrong_bytes` must be 0. The
+exit status is 1 where a byte was wrong, or something could not be measured.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ from kvcast.hostagent.core.ssd import SsdRules, SsdTier
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.options import SsdOptions
 from kvcast.hostagent.ssd import SsdOfAgent
-from kvcast.hostagent.tiers.arena import SLAB_BYTES, Allocator, ArenaFile
+from kvcast.hostagent.tiers.arena import SLAB_BYTES, Allocator, ArenaError, ArenaFile
 from kvcast.hostagent.tiers.memory_placement import gather_pages
 from kvcast.hostagent.tiers.ssd.files import THREADS
+from kvcast.hostagent.tiers.ssd.layout import PAGE_BYTES, SsdError
 from kvcast.protocol.messages import local
-from kvcast.protocol.messages.wire import BlockId, digest_of
+from kvcast.protocol.messages.wire import MAX_BLOCK_BYTES, BlockId, digest_of
 from kvcast.service import provenance
 from kvcast.service.reports import add_json, report_to
+from kvcast.service.values import TextError, parse_size, whole_number
 from kvcast.simulation import crashes
 
 NAMESPACE: Final = 1
@@ -53,6 +56,10 @@ ROUNDS: Final = 5
 BATCH: Final = 32
 """Blocks of one get."""
 HUGE: Final = "libaio_huge"
+_TABLE_BYTES: Final = 64 << 20
+"""What a file has beside its blocks, at most."""
+_MOVES_WITHIN_S: Final = 60.0
+"""Some block, while all are on their way."""
 _EVERYTHING: Final = SsdRules(high_share=0.0, low_share=0.0)
 """All that nobody pins goes down."""
 
@@ -102,11 +109,15 @@ class Node:
         self.arena.close()
 
 
-async def _until(holds: Callable[[], bool]) -> None:
-    while True:
-        if holds():
-            return
+async def _until(left: Callable[[], int]) -> None:
+    """Wait until nothing is left; RuntimeError where it does not become less."""
+    before, since = left(), time.monotonic()
+    while before:
         await asyncio.sleep(0.0005)
+        if (now := left()) != before:
+            before, since = now, time.monotonic()
+        elif time.monotonic() > since + _MOVES_WITHIN_S:
+            raise RuntimeError(f"{now} blocks do not move: is the disk full, or does it hang?")
 
 
 def _version_of_fio() -> str:
@@ -118,7 +129,7 @@ async def _write(node: Node, tier: SsdTier, blocks: Blocks, count: int, block_by
     """Fill DRAM, then let all of it go down; bytes a second."""
     low, tier.rules = tier.rules, SsdRules(high_share=2.0, low_share=2.0)
     node.store.drop_namespace(NAMESPACE)
-    await _until(lambda: not tier.is_behind)
+    await _until(lambda: int(tier.is_behind))
     for number in range(count):
         copy = node.store.reserve(BlockId(NAMESPACE, _key(number)), block_bytes)
         data = blocks.of(number)
@@ -127,9 +138,9 @@ async def _write(node: Node, tier: SsdTier, blocks: Blocks, count: int, block_by
     tier.rules = low
     start = time.perf_counter()
     tier.look()
-    await _until(lambda: len(tier.shelf) == count)
+    await _until(lambda: count - len(tier.shelf))
     seconds = time.perf_counter() - start
-    await _until(lambda: not len(node.store))
+    await _until(lambda: len(node.store))
     return count * block_bytes / seconds
 
 
@@ -179,7 +190,7 @@ async def _read(
         node.store.unpin(copy)
     tier.rules = _EVERYTHING
     tier.look()
-    await _until(lambda: not len(node.store))
+    await _until(lambda: len(node.store))
     return count * block_bytes / seconds, wrong
 
 
@@ -217,8 +228,9 @@ def _fio(path: str, mode: str, engine: str, block_bytes: int, size_bytes: int) -
     return float(part["bw_bytes"])
 
 
-async def measure(folder: str, block_bytes: int, size_bytes: int) -> dict[str, Any]:
-    """All rounds; see the module's text. RuntimeError where a block does not come."""
+async def measure(folder: str, block_bytes: int, size_bytes: int, seed: int = 0) -> dict[str, Any]:
+    """All rounds; see the module's text. RuntimeError where a block does not come, or fio moves
+    nothing. `seed`: of the order in which blocks are read."""
     count = size_bytes // block_bytes
     ours: dict[str, list[float]] = {"write": [], "read": []}
     peers: dict[str, dict[str, float]] = {"write": {}, "read": {}}
@@ -226,12 +238,13 @@ async def measure(folder: str, block_bytes: int, size_bytes: int) -> dict[str, A
     blocks = Blocks(block_bytes)
     wrong = 0
     peer = os.path.join(folder, "fio.bin")
-    node = Node(os.path.join(folder, "kvcast.ssd"), 2 * size_bytes, 2 * size_bytes)
+    room_bytes = 2 * size_bytes + SLAB_BYTES
+    node = Node(os.path.join(folder, "kvcast.ssd"), room_bytes, room_bytes + _TABLE_BYTES)
     try:
         tier = node.start()
         for number in range(ROUNDS):
             ours["write"].append(await _write(node, tier, blocks, count, block_bytes))
-            rate, bad = await _read(node, tier, blocks, count, block_bytes, number)
+            rate, bad = await _read(node, tier, blocks, count, block_bytes, seed + number)
             ours["read"].append(rate)
             wrong += bad
             for mode, kind in (("write", "write"), ("randread", "read")) if has_fio else ():
@@ -252,6 +265,8 @@ async def measure(folder: str, block_bytes: int, size_bytes: int) -> dict[str, A
     if has_fio:
         report["fio"] = await asyncio.to_thread(_version_of_fio)
         for kind, rates in peers.items():
+            if not max(rates.values()):
+                raise RuntimeError(f"fio does not {kind} in {folder}: is the disk full?")
             report[f"fio_{kind}_bytes_per_s"] = rates
             report[f"ssd_{kind}_over_fio"] = max(ours[kind]) / max(rates.values())
     else:
@@ -263,28 +278,57 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvcast.bench.ssd")
     add_json(parser)
     parser.add_argument("--folder", help="on the disk to measure (default: a temporary one)")
-    parser.add_argument("--block-bytes", type=int, default=1 << 20, help="default: 1 MiB")
-    parser.add_argument("--size-bytes", type=int, default=512 << 20, help="in all: 512 MiB")
-    parser.add_argument("--crashes", type=int, default=1000, help="default: 1000")
+    parser.add_argument(
+        "--block-bytes",
+        type=_block_bytes,
+        default=1 << 20,
+        metavar="SIZE",
+        help="a multiple of 4 KiB, for fio (default: 1 MiB)",
+    )
+    parser.add_argument(
+        "--size-bytes", type=parse_size, default=512 << 20, metavar="SIZE", help="in all: 512 MiB"
+    )
+    parser.add_argument(
+        "--crashes", type=whole_number(1), default=1000, metavar="N", help="default: 1000"
+    )
+    parser.add_argument(
+        "--seed",
+        type=whole_number(0),
+        default=0,
+        metavar="N",
+        help="of the crashes, and of the order of reads (default: 0)",
+    )
     options = parser.parse_args(argv)
+    if options.size_bytes < BATCH * options.block_bytes:
+        parser.error(f"--size-bytes must be {BATCH} blocks at least")
     found = crashes.Found()
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        try:
-            report = asyncio.run(measure(folder, options.block_bytes, options.size_bytes))
-            crashes.run_many(options.crashes, 0, found)
-        except (RuntimeError, crashes.CrashError) as error:
-            print(error, file=sys.stderr)
-            return 1
+    try:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            report = asyncio.run(
+                measure(folder, options.block_bytes, options.size_bytes, options.seed)
+            )
+            crashes.run_many(options.crashes, options.seed, found)
+    except (OSError, SsdError, ArenaError, RuntimeError, crashes.CrashError) as error:
+        print(f"kvcast: {error}", file=sys.stderr)
+        return 1
     report |= {
         "crash_points": found.crashes,
         "crash_wrong_bytes": found.wrong_bytes,
         "crash_blocks_verified": found.blocks_verified,
         "crash_blocks_kept": found.kept,
+        "seed": options.seed,
         "load_average": os.getloadavg()[0],
         "provenance": provenance.provenance(),
     }
     report_to(options.json, report)
-    return 0
+    return int(any(report[name] for name in ("wrong_bytes", "damaged", "crash_wrong_bytes")))
+
+
+def _block_bytes(text: str) -> int:
+    size_bytes = parse_size(text)
+    if not size_bytes or size_bytes % PAGE_BYTES or size_bytes > MAX_BLOCK_BYTES:
+        raise TextError(f"{text[:80]!r} is no multiple of {PAGE_BYTES} bytes up to 1 GiB")
+    return size_bytes
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Final
 
 from kvcast.bench.incast import home_keys
@@ -41,7 +40,7 @@ from kvcast.hostagent.client import AsyncClient, KvcastError
 from kvcast.service.commands import CommandError
 from kvcast.service.provenance import provenance
 from kvcast.service.reports import add_json, report_to, say
-from kvcast.service.statistics import percentile
+from kvcast.service.statistics import percentile, ratio
 from kvcast.topologies.namespaces import why_not
 from kvcast.topologies.pool import DATA_FRAME_BYTES, Pool, PoolOptions
 from kvcast.topologies.star import Star
@@ -240,7 +239,8 @@ async def run(options: Options) -> dict[str, Any]:
                 loud_bytes_per_s = (loud.got_bytes - before) / options.measure_s
                 await end(loud_tasks)
                 await asyncio.sleep(2.0)
-            say(f"{phase}: {len(phases[phase])} blocks, p99 {1e3 * _p99(phases[phase]):.1f} ms")
+            p99_ms = _ms(phases[phase], 0.99)
+            say(f"{phase}: {len(phases[phase])} blocks, p99 {p99_ms or 0:.1f} ms")
         await end([quiet_task])
         stats = await home.stats()
         way = "received_bulk_put" if options.puts else "sent_bulk_get"
@@ -248,14 +248,14 @@ async def run(options: Options) -> dict[str, Any]:
         for tenant in tenants:
             await tenant.look(home)
         pool.check_alive()
-    without = _p99([*phases["alone"], *phases["alone again"]])
+    without = [*phases["alone"], *phases["alone again"]]
+    p50_over, p99_over = compared(phases["with"], without, loud_bytes_per_s)
     return {
-        "p99_with_over_without": _p99(phases["with"]) / without,
-        "p99_without_ms": without * 1e3,
-        "p99_with_ms": _p99(phases["with"]) * 1e3,
-        "p50_with_over_without": _p50(phases["with"])
-        / _p50([*phases["alone"], *phases["alone again"]]),
-        "p99_alone_ms": {name: _p99(times) * 1e3 for name, times in phases.items()},
+        "p99_with_over_without": p99_over,
+        "p99_without_ms": _ms(without, 0.99),
+        "p99_with_ms": _ms(phases["with"], 0.99),
+        "p50_with_over_without": p50_over,
+        "p99_alone_ms": {name: _ms(times, 0.99) for name, times in phases.items()},
         "quiet_gets": {name: len(times) for name, times in phases.items()},
         "quiet_bytes_per_s": len(phases["with"]) * options.block_bytes / options.measure_s,
         "loud_bytes_per_s": loud_bytes_per_s,
@@ -269,13 +269,24 @@ async def run(options: Options) -> dict[str, Any]:
     }
 
 
-def _at(share: float, times_s: list[float]) -> float:
-    """The percentile; nan of nothing."""
+def compared(
+    with_s: list[float], without_s: list[float], loud_bytes_per_s: float
+) -> tuple[float | None, float | None]:
+    """How many times as long the quiet tenant's gets took with the loud one as without, at p50 and
+    p99; None where there is nothing to compare: no gets, or nobody loud."""
+    if not with_s or not without_s or not loud_bytes_per_s:
+        return None, None
+    p50, p99 = (
+        ratio(percentile(with_s, share) or 0.0, percentile(without_s, share) or 0.0)
+        for share in (0.50, 0.99)
+    )
+    return p50, p99
+
+
+def _ms(times_s: list[float], share: float) -> float | None:
+    """A percentile in milliseconds; None of nothing."""
     found = percentile(times_s, share)
-    return float("nan") if found is None else found
-
-
-_p50, _p99 = partial(_at, 0.50), partial(_at, 0.99)
+    return None if found is None else 1e3 * found
 
 
 def main() -> int:
@@ -323,8 +334,15 @@ def main() -> int:
         report |= {f"{kind}_{name}": value for name, value in asyncio.run(run(by_tcp)).items()}
     report["provenance"] = provenance()
     report_to(given.json, report)
-    bad = [f"{kind}{what}" for kind in ("", "tcp_", "put_") for what in ("wrong_bytes", "misses")]
-    return int(any(report.get(name, 0) for name in bad))
+    return exit_status(report)
+
+
+def exit_status(report: dict[str, Any]) -> int:
+    """1 where bytes were wrong or did not come, or something could not be compared."""
+    kinds = ("", "tcp_", "put_")
+    bad = [f"{kind}{what}" for kind in kinds for what in ("wrong_bytes", "misses")]
+    nothing = any(report.get(f"{kind}p99_with_over_without", 0) is None for kind in kinds)
+    return int(nothing or any(report.get(name, 0) for name in bad))
 
 
 if __name__ == "__main__":

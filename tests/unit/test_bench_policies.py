@@ -131,3 +131,20 @@ def test_policies_that_libcachesim_has_too_hit_as_its_do(tmp_path: Path) -> None
         compared = [row for row in report["results"] if "peer_difference_points" in row]
         assert len(compared) == len(bench.PEERS) * len(bench.SHARES)
         assert report["peer_max_difference_points"] <= 0.1
+
+
+def test_a_cache_that_libcachesim_cannot_make_is_left_out_and_the_report_goes_where_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would end the process."""
+    path = tmp_path / "made" / "for" / "it.json"
+    words = ["--workload", "chat", "--requests", "20", "--seed", "7", "--percent", "0.01", "50"]
+    assert bench.main([*words, "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    rows = {(row["policy"], row["blocks"] < 10): row for row in report["results"]}
+    assert "peer_hit_rate_requests" not in rows["s3fifo", True]
+    if report["peer"]:
+        assert "peer_hit_rate_requests" in rows["lru", True]
+        assert "peer_hit_rate_requests" in rows["s3fifo", False]
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "Hit rates in percent" in capsys.readouterr().out
