@@ -17,7 +17,9 @@ not fetched again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import fcntl
 import os
 import time
 from collections import Counter, defaultdict, deque
@@ -129,13 +131,29 @@ class Fetcher:
     async def fetch(self, progress: Progress) -> None:
         """Fetch what is missing. FetchError if that cannot be done; what came is kept."""
         try:
-            await asyncio.to_thread(self._look_around, progress)
-            self._check_room()
-            if self._places:
-                await self._fetch_missing(progress)
-            await asyncio.to_thread(self._tidy_up)
+            with self._alone():
+                await asyncio.to_thread(self._look_around, progress)
+                self._check_room()
+                if self._places:
+                    await self._fetch_missing(progress)
+                await asyncio.to_thread(self._tidy_up)
         except OSError as error:
             raise FetchError(f"{error.filename or self._to}: {error.strerror or error}") from error
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let nobody else fetch into this folder meanwhile: its unfinished files have names."""
+        (self._to / PARTIAL).mkdir(parents=True, exist_ok=True)
+        folder = os.open(self._to, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                try:
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise FetchError(f"{self._to}: somebody else fetches into it") from None
+            yield
+        finally:
+            os.close(folder)
 
     async def _fetch_missing(self, progress: Progress) -> None:
         waiting = deque(self._places)
@@ -208,7 +226,6 @@ class Fetcher:
 
     def _look_around(self, progress: Progress) -> None:
         """Find out what is missing, file by file."""
-        (self._to / PARTIAL).mkdir(parents=True, exist_ok=True)
         by_file: defaultdict[int, list[Piece]] = defaultdict(list)
         for ordinal, piece in enumerate(pieces(self._manifest)):
             self._ordinals.setdefault(piece.key, ordinal)

@@ -6,6 +6,8 @@ reach several hosts (`tests/integration/test_pool_models.py`).
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any, cast
 import pytest
 from kvcast.hostagent.client import AsyncClient, KvcastError
 from kvcast.hostagent.models import fetching
-from kvcast.hostagent.models.fetching import AT_ONCE, Fetcher
+from kvcast.hostagent.models.fetching import AT_ONCE, Fetcher, FetchError
 from kvcast.hostagent.models.manifest import FORMAT, FolderFile, Manifest, key_of
 from kvcast.protocol.messages.control import AT_END
 
@@ -176,3 +178,29 @@ async def test_nothing_is_read_of_a_file_of_which_nothing_is_there(
     assert (tmp_path / "f").read_bytes() == b"".join(BLOCKS)
     assert read == ["f", "f", "f"], "what is there, and what was taken of it"
     assert len(pool.asked) == 29
+
+
+async def test_a_folder_without_room_is_told_of_before_anything_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=29, f_frsize=BLOCK_BYTES))
+    pool = FakePool([(0, 0)])
+    with pytest.raises(FetchError, match="3,000 bytes are missing, and 2,900 are free"):
+        await _fetch(pool, tmp_path)
+    assert pool.asked == []
+
+
+async def test_two_do_not_fetch_into_one_folder(tmp_path: Path) -> None:
+    class Slow(FakePool):
+        async def company(self, _namespace: int, _at: int) -> tuple[int, int]:
+            going_on.set()
+            await may_go_on.wait()
+            return 0, 0
+
+    going_on, may_go_on = asyncio.Event(), asyncio.Event()
+    first = asyncio.create_task(_fetch(Slow([]), tmp_path))
+    await going_on.wait()
+    with pytest.raises(FetchError, match="somebody else"):
+        await _fetch(FakePool([(0, 0)]), tmp_path)
+    may_go_on.set()
+    await first
