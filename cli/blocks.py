@@ -15,13 +15,26 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcast.service.commands import add_log_level, command_parser, run_command
+from kvcast.service.commands import (
+    EXIT_MISS,
+    CommandError,
+    add_log_level,
+    command_parser,
+    run_command,
+)
 from kvcast.service.values import TextError, whole_number
 
 if TYPE_CHECKING:
     from kvcast.hostagent.client import AsyncClient
 
 _PIECE_BYTES = 1 << 20
+_MAP_WITHIN_S = 2.0
+"""An agent hears of a namespace that was made elsewhere with the next map, within a second."""
+_ASK_AGAIN_S = 0.1
+
+
+class NotThereError(CommandError):
+    """The pool has no such namespace."""
 
 
 def socket_parser(program: str, description: str, examples: str) -> argparse.ArgumentParser:
@@ -66,7 +79,15 @@ def run_block_command(
     options = parser.parse_args(argv)
     if options.socket is None:
         parser.error("--socket (or KVCAST_SOCKET) must name an agent's Unix socket")
-    return run_command(lambda: command(options), log_level=options.log_level)
+
+    async def run() -> int:
+        try:
+            return await command(options)
+        except NotThereError as error:
+            print(f"kvcast: {error}", file=sys.stderr)
+            return EXIT_MISS
+
+    return run_command(run, log_level=options.log_level)
 
 
 def key_from(text: str) -> bytes:
@@ -96,14 +117,36 @@ def standard_input() -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def connected(options: argparse.Namespace) -> AsyncIterator[tuple[AsyncClient, int]]:
-    """A client of the agent, and the number of the namespace that the options name."""
+async def connected(
+    options: argparse.Namespace, *, makes: bool = False
+) -> AsyncIterator[tuple[AsyncClient, int]]:
+    """A client of the agent, and the number of the namespace that the options name. One that the
+    pool does not have is made where the command `makes` such; else NotThereError."""
     from kvcast.hostagent.client import AsyncClient
 
     async with await AsyncClient.connect(str(options.socket)) as client:
         number = options.namespace
         if number is None:
-            number = await client.namespace(
-                options.tenant, options.model, options.model_version, options.layout
-            )
+            parts = options.tenant, options.model, options.model_version, options.layout
+            number = await client.namespace(*parts) if makes else await _found(client, parts)
         yield client, number
+
+
+async def _found(client: AsyncClient, parts: tuple[str, str, str, str]) -> int:
+    """The number of a namespace that somebody else has made; NotThereError."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + _MAP_WITHIN_S
+    while True:
+        pool = await client.describe()
+        for info in pool.namespaces:
+            if (info.tenant, info.model, info.version, info.layout) == parts:
+                return info.namespace
+        if not pool.epoch:
+            return await client.namespace(*parts)  # which says why there is no pool
+        if loop.time() > until:
+            tenant, model, version, layout = map(repr, parts)
+            raise NotThereError(
+                f"the pool has nothing of tenant {tenant}, model {model}, version {version},"
+                f" layout {layout}"
+            )
+        await asyncio.sleep(_ASK_AGAIN_S)

@@ -43,11 +43,11 @@ def named(name: str) -> None:
 
 @contextlib.asynccontextmanager
 async def connected_to_folder(
-    options: argparse.Namespace, name: str
+    options: argparse.Namespace, name: str, *, makes: bool = False
 ) -> AsyncIterator[tuple[AsyncClient, int]]:
-    """A client of the agent, and the number of the folder's namespace."""
+    """A client of the agent, and the number of the folder's namespace, as `connected`."""
     options.namespace, options.model, options.layout = None, name, LAYOUT
-    async with connected(options) as both:
+    async with connected(options, makes=makes) as both:
         yield both
 
 

@@ -78,7 +78,7 @@ async def _load(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     named(name)
     found = sources(options.model)
     total = sum(source.size_bytes for source in found)
-    async with connected_to_folder(options, name) as (client, namespace):
+    async with connected_to_folder(options, name, makes=True) as (client, namespace):
         if options.assure:  # first: else what others put meanwhile may displace what is there
             room_bytes = most_room(found, options.block_size)
             settings = {"assured_bytes": {"dram": room_bytes}}

@@ -51,7 +51,7 @@ async def _put(options: argparse.Namespace) -> int:
     if not data:
         raise CommandError(f"{options.file} is empty, and a block has at least one byte")
     key = options.key or hashlib.blake2b(data, digest_size=16).digest()
-    async with connected(options) as (client, namespace):
+    async with connected(options, makes=True) as (client, namespace):
         await client.put(namespace, {key: data})
     if options.json:
         facts = {"key": key.hex(), "namespace": namespace, "size_bytes": len(data)}

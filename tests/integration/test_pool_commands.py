@@ -95,7 +95,12 @@ async def test_a_file_that_one_node_puts_is_got_on_another_and_status_shows_it(
         other = ["--tenant", "somebody", "--model", "else"]
         code, out, error = await kvcast("get", "--socket", two, key, *other, "--deadline", "2")
         assert (code, out) == (3, b"")
-        assert f"{key} is not in the pool" in error
+        assert "the pool has nothing of tenant 'somebody', model 'else'" in error
+        for words in (("agent", "evict"), ("agent", "pin", "--fetch", "--for", "1")):
+            code, _, error = await kvcast(*words, "--socket", two, key, *other)
+            assert code == 3, error
+        known = {one["tenant"] for one in (await pool.status())["namespaces"]}
+        assert known == {"cli"}, "who only asks makes nothing"
 
         code, out, _ = await kvcast("put", "--socket", two, "-", "--json", *other, stdin=b"x")
         named = json.loads(out)

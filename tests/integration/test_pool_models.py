@@ -121,7 +121,7 @@ async def test_a_folder_comes_out_as_it_went_in(tmp_path: Path) -> None:
         assert f"is {name}, not 000" in error
         code, _, error = await kvcast(*to, "none")
         assert code == 3
-        assert "no 'none', version '1', is in the pool" in error
+        assert "nothing of tenant 'models', model 'none', version '1'" in error
         (tmp_path / "copy5").write_bytes(b"a file")
         code, _, error = await kvcast(*to, "m")
         assert code == 1
