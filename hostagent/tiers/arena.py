@@ -444,6 +444,8 @@ def _create(path: str, size_bytes: int, reserve: bool) -> tuple[int, SharedMappi
 def _make_locked(path: str) -> int:
     """A new, empty, locked file at `path`. Of several agents that try at once one gets there:
     whoever finds another file at the path than the one that it has locked was overtaken."""
+    if not may_be_made(path) and not os.path.exists(path):
+        raise ArenaError(f"{path}: no such device")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     for _ in range(_TRIES):
         try:
@@ -477,6 +479,12 @@ def _remove_stale(path: str) -> None:
 def is_ours_alone(found: os.stat_result) -> bool:
     """Whether nobody else can have written a file: only then is believed what it says."""
     return found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def may_be_made(path: str) -> bool:
+    """Whether a file may be made there where there is none. In /dev itself a name is a device's: if
+    that is missing, a file in its place would take the machine's memory."""
+    return os.path.realpath(os.path.dirname(os.path.abspath(path))) != "/dev"
 
 
 def try_lock(fd: int) -> bool:

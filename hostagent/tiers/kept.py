@@ -30,7 +30,14 @@ from typing import Final
 
 import xxhash
 from kvcast.hostagent.mapping import SharedMapping
-from kvcast.hostagent.tiers.arena import ArenaError, ArenaInUseError, is_at, is_ours_alone, try_lock
+from kvcast.hostagent.tiers.arena import (
+    ArenaError,
+    ArenaInUseError,
+    is_at,
+    is_ours_alone,
+    may_be_made,
+    try_lock,
+)
 from kvcast.hostagent.tiers.huge_pages import why_no_room
 from kvcast.hostagent.tiers.index import buckets_for
 from kvcast.hostagent.tiers.ledger import LEDGER_BYTES
@@ -371,7 +378,7 @@ def _leave_to_clients(options: KeptOptions, index_fd: int, arena_fd: int) -> Non
 
 def _open(path: str) -> int:
     try:
-        fd = os.open(path, _OPEN, 0o600)
+        fd = os.open(path, _OPEN if may_be_made(path) else _OPEN & ~os.O_CREAT, 0o600)
     except OSError as error:
         raise ArenaError(f"{path}: {error.strerror}") from error
     found = os.fstat(fd)

@@ -15,10 +15,12 @@ from pathlib import Path
 
 import pytest
 from kvcast.hostagent.standing import KeptMap, index_beside
-from kvcast.hostagent.tiers.arena import ArenaError, ArenaInUseError
+from kvcast.hostagent.tiers.arena import ArenaError, ArenaFile, ArenaInUseError, may_be_made
 from kvcast.hostagent.tiers.index import Index
 from kvcast.hostagent.tiers.kept import Kept, KeptOptions, from_descriptors, open_kept
 from kvcast.hostagent.tiers.ledger import MOMENT_BYTES, Ledger
+from kvcast.hostagent.tiers.ssd.layout import SsdError
+from kvcast.hostagent.tiers.ssd.mapped import open_arena
 from kvcast.protocol.messages import shared
 from kvcast.protocol.messages.control import PoolMap, Registered
 
@@ -59,6 +61,22 @@ def test_the_next_agent_finds_the_same_bytes_and_is_the_same_node(options: KeptO
     second.close()
     for path in (options.arena_path, options.index_path):
         assert os.stat(path).st_mode & 0o777 == 0o600
+
+
+def test_nothing_is_made_in_the_place_of_a_device_that_is_missing(options: KeptOptions) -> None:
+    """A file in /dev would take the machine's memory."""
+    path = f"/dev/kvcast-{os.getpid()}"
+    assert not may_be_made(path)
+    assert not may_be_made("/dev/../dev/dax0.0")
+    assert may_be_made("/dev/shm/a")
+    assert may_be_made("dax0.0")
+    with pytest.raises(ArenaError, match=path):
+        open_kept(replace(options, arena_path=path), 7)
+    with pytest.raises(ArenaError, match=path):
+        ArenaFile(ARENA_BYTES, path)
+    with pytest.raises(SsdError, match=path):
+        open_arena(path, 64 << 20)
+    assert not os.path.exists(path)
 
 
 def test_a_running_agents_arena_is_not_taken(options: KeptOptions) -> None:

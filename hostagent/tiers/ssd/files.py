@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvcast.hostagent.tiers.arena import is_at, is_ours_alone, try_lock
+from kvcast.hostagent.tiers.arena import is_at, is_ours_alone, may_be_made, try_lock
 from kvcast.hostagent.tiers.ssd.layout import (
     PAGE_BYTES,
     Cut,
@@ -56,7 +56,7 @@ class SsdFile:
 
     def __init__(self, path: str, *, makes: bool = True) -> None:
         self.path = path
-        flags = _OPEN | os.O_CREAT if makes else _OPEN
+        flags = _OPEN | os.O_CREAT if makes and may_be_made(path) else _OPEN
         try:
             self.fd = os.open(path, flags, 0o600)
         except OSError as error:
