@@ -136,6 +136,8 @@ async def test_the_page_shows_the_nodes_hits_and_namespaces_of_a_running_pool(
                 await expect(rows.nth(row).locator("td").nth(4)).to_have_text(
                     str(blocks[f"node-{row + 1}"]), timeout=20_000
                 )
+            await pool.http("POST", "/v1/drain", {"node_id": "node-3"})
+            await expect(rows.nth(2)).to_contain_text("drained", timeout=20_000)
             assert complaints == []
 
 
