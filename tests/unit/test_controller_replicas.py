@@ -230,6 +230,17 @@ def test_nobody_displaces_blocks_of_its_own_for_replicas() -> None:
     assert world.hot.counts["replicas_no_room"]
 
 
+def test_who_has_much_to_do_is_given_nothing() -> None:
+    world = hot_world()
+    world.homes = ("node-1",)
+    busy = 0.9 * LINK * 0.5
+    for _ in range(60):
+        for node_id in ("node-2", "node-3"):  # they send much that nobody can relieve them of
+            world.sent[node_id] += busy
+        world.pass_time(0.5)
+    assert world.holders == {"node-4"}
+
+
 def test_no_node_gives_more_of_its_arena_than_its_share() -> None:
     world = World(options=ReplicaOptions(arena_share=2 / 64))
     world.rates = {block(n): 0.3 * LINK for n in range(20)}

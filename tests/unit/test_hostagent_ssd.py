@@ -259,6 +259,21 @@ def test_what_is_assured_stays_in_dram_and_has_its_share_of_the_disk() -> None:
     assert sum(map(bench.on_disk, held)) >= 4
 
 
+def test_a_namespace_whose_media_name_no_disk_leaves_nothing_there() -> None:
+    bench = Bench()
+    rules = {1: StoreRules(), 2: StoreRules()}
+    bench.tier.configure(rules, set())
+    bench.fill(range(1, 30), namespace=2)
+    assert any(bench.on_disk(number, 2) for number in range(1, 30))
+    bench.tier.configure(rules, {2})
+    bench.work()
+    assert not any(bench.on_disk(number, 2) for number in range(1, 30)), "at once"
+    bench.fill(range(30, 60), namespace=2)
+    bench.fill(range(60, 80), namespace=1)
+    assert not any(bench.on_disk(number, 2) for number in range(1, 60))
+    assert any(bench.on_disk(number) for number in range(60, 80)), "others go down all the same"
+
+
 def test_what_is_chosen_while_others_are_written_is_bounded() -> None:
     bench = Bench(SsdRules(0.75, 0.0, batch_share=2 / 16))
     for number in range(16):
