@@ -216,5 +216,6 @@ def _line(info: dict[str, Any]) -> str:
         elif isinstance(value, list) and value:
             said.append(f"{name}={','.join(map(str, value))}")
         elif value and not (name == "weight" and value == 1):
-            said.append(f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}")
+            is_whole = isinstance(value, float) and value.is_integer()
+            said.append(f"{name}={int(value) if is_whole else value}")
     return f"{info['namespace']:>5}  {parts}" + (f"  {' '.join(said)}" if said else "")

@@ -23,11 +23,11 @@ import fcntl
 import os
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from kvcast.hostagent.client import AsyncClient, Block, KvcastError
+from kvcast.hostagent.client import AsyncClient, Block, BusyError, KvcastError
 from kvcast.hostagent.models.manifest import (
     PARTIAL,
     FolderFile,
@@ -42,6 +42,7 @@ from kvcast.hostagent.models.manifest import (
 )
 from kvcast.protocol.messages.control import AT_END
 
+T = TypeVar("T")
 Progress = Callable[[int, bool], None]
 """Told of every piece that is right: its size in bytes, and whether it was there already."""
 AT_ONCE: Final = 8
@@ -49,6 +50,10 @@ AT_ONCE: Final = 8
 AT_ONCE_BYTES: Final = 64 << 20
 GET_DEADLINE_S: Final = 10.0
 RETRY_WAIT_S: Final = 0.5
+BUSY_WITHIN_S: Final = 600.0
+"""An agent that is busy, mostly since the namespace is over its rate, is asked again so long,"""
+BUSY_WAIT_S: Final = 0.25
+"""and so often."""
 MEETING_S: Final = 0.3
 """Who begins waits so long for others that begin now."""
 COMPANY_PERIOD_S: Final = 0.25
@@ -75,7 +80,8 @@ async def find(
     client: AsyncClient, namespace: int, name: str, version: str, expected: str | None = None
 ) -> tuple[Manifest, str]:
     """The manifest of a folder, and its identity, which must be `expected` if that is given."""
-    (block,) = await client.get(namespace, [manifest_key(name, version)], GET_DEADLINE_S)
+    key = manifest_key(name, version)
+    (block,) = await when_let(lambda: client.get(namespace, [key], GET_DEADLINE_S))
     if block is None:
         raise NotInPoolError(f"no {name!r}, version {version!r}, is in the pool")
     with block:
@@ -290,13 +296,15 @@ class Fetcher:
     async def _get(self, key: bytes, progress: Progress, *, expect: bool = False) -> str:
         """Get a block, and write it; why it did not come, "" if it did. `expect`: it is asked for
         only when nothing comes any more of what the others ask for."""
-        (outcome,) = await self._client.get_outcomes(
-            self._namespace,
-            [key],
-            GET_DEADLINE_S,
-            gather_ms=self._gather_ms,
-            group=self._group,
-            expect=expect,
+        (outcome,) = await when_let(
+            lambda: self._client.get_outcomes(
+                self._namespace,
+                [key],
+                GET_DEADLINE_S,
+                gather_ms=self._gather_ms,
+                group=self._group,
+                expect=expect,
+            )
         )
         block = outcome.block
         if block is None:
@@ -373,6 +381,19 @@ def _right_pieces(path: Path, parts: list[Piece]) -> Iterator[Piece]:
             data = os.pread(file.fileno(), piece.size_bytes, piece.offset)
             if len(data) == piece.size_bytes and key_of(data) == piece.key:
                 yield piece
+
+
+async def when_let(call: Callable[[], Awaitable[T]]) -> T:
+    """What the call gives, as soon as the agent is not too busy for it; BusyError if it is for
+    long."""
+    until = time.monotonic() + BUSY_WITHIN_S
+    while True:
+        try:
+            return await call()
+        except BusyError:
+            if time.monotonic() > until:
+                raise
+        await asyncio.sleep(BUSY_WAIT_S)
 
 
 async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from kvcast.hostagent.client import AsyncClient, BusyError, KvcastError, PutError
-from kvcast.hostagent.models.fetching import together
+from kvcast.hostagent.models.fetching import together, when_let
 from kvcast.hostagent.models.manifest import (
     FORMAT,
     MIN_BLOCK_BYTES,
@@ -227,7 +227,7 @@ class Loader:
         return missing
 
     async def _publish(self, key: bytes, data: bytes, name: str, version: str) -> None:
-        (former,) = await self._client.get(self._namespace, [key], 5.0)
+        (former,) = await when_let(lambda: self._client.get(self._namespace, [key], 5.0))
         if former is None:
             await self._put_block(key, memoryview(data))
             return

@@ -23,7 +23,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from kvcast.cli import drain, fsck, get, main, shell, status
+from kvcast.cli import drain, fsck, get, main, namespaces, shell, status
 from kvcast.cli.blocks import key_from
 from kvcast.hostagent.core.metrics import FETCH_BOUNDS_S, Histogram
 from kvcast.service import commands
@@ -94,6 +94,13 @@ def test_the_command_imports_nothing_heavy_before_it_knows_what_to_do(words: lis
     ran = _run(*words, interpreter=("-X", "importtime"))
     assert "kvcast" in _imported(ran)
     assert not _imported(ran) & (HEAVY | {"msgspec", "xxhash"})
+
+
+def test_what_is_said_of_a_namespace_is_shown_to_the_last_digit() -> None:
+    settings = {"weight": 1.0, "bytes_per_s": 1048577.0, "ttl_s": 0.5, "media": [], "policy": ""}
+    names = {"tenant": "t", "model": "m", "version": "1", "layout": "l"}
+    line = namespaces._line({"namespace": 7, **names, "settings": settings})
+    assert line == "    7  t m 1 l  bytes_per_s=1048577 ttl_s=0.5"
 
 
 @pytest.mark.parametrize("command", ["make", "set", "delete"])

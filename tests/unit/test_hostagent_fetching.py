@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from kvcast.hostagent.client import AsyncClient, KvcastError
+from kvcast.hostagent.client import AsyncClient, BusyError, KvcastError
 from kvcast.hostagent.models import fetching
 from kvcast.hostagent.models.fetching import AT_ONCE, Fetcher, FetchError
 from kvcast.hostagent.models.manifest import FORMAT, FolderFile, Manifest, key_of
@@ -204,3 +204,22 @@ async def test_two_do_not_fetch_into_one_folder(tmp_path: Path) -> None:
         await _fetch(FakePool([(0, 0)]), tmp_path)
     may_go_on.set()
     await first
+
+
+async def test_an_agent_that_is_busy_is_asked_again_for_as_long_as_one_would_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Busy(FakePool):
+        turns = 0
+
+        async def get_outcomes(self, *words: Any, **how: Any) -> list[Any]:
+            self.turns += 1
+            if self.turns % 3:
+                raise BusyError("namespace 7 is over its rate")
+            return await super().get_outcomes(*words, **how)
+
+    monkeypatch.setattr(fetching, "BUSY_WAIT_S", 0.0)
+    await _fetch(Busy([(0, 0)]), tmp_path / "one")
+    monkeypatch.setattr(fetching, "BUSY_WITHIN_S", 0.0)
+    with pytest.raises(BusyError, match="over its rate"):
+        await _fetch(Busy([(0, 0)]), tmp_path / "another")

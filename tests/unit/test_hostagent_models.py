@@ -15,7 +15,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcast.hostagent.models import loading
+from kvcast.hostagent.client import BusyError
+from kvcast.hostagent.models import fetching, loading
 from kvcast.hostagent.models.loading import LoadError, Source, most_room, sources
 from kvcast.hostagent.models.manifest import (
     FORMAT,
@@ -135,6 +136,7 @@ class Displacing:
         self._below: set[bytes] = set()
         self.manifests: list[bytes] = []
         self.puts = 0
+        self.gets = 0
 
     def held(self) -> set[bytes]:
         return self._below | self._above.keys()
@@ -157,6 +159,9 @@ class Displacing:
             del self._above[next(iter(self._above))]
 
     async def get(self, _namespace: int, _keys: list[bytes], _deadline_s: float) -> list[None]:
+        self.gets += 1
+        if self.gets == 1:
+            raise BusyError("namespace 1 is over its rate")
         return [None]
 
 
@@ -169,6 +174,7 @@ async def test_what_was_displaced_before_a_disk_had_it_is_put_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "SETTLE_S", 0.0)
+    monkeypatch.setattr(fetching, "BUSY_WAIT_S", 0.0)
     pool, told = Displacing(dram=10, written=8), []
     found = _folder_of_blocks(tmp_path, 40)
     loader = loading.Loader(cast(Any, pool), 1, BLOCK)
