@@ -569,8 +569,11 @@ class Conversation:
         if None not in results:
             return cast(list[_Result], results)
         missing = [position for position, result in enumerate(results) if result is None]
+        end = time.monotonic() + deadline_s
         try:
-            for places in _parts(missing, MAX_KEYS):
+            for part, places in enumerate(_parts(missing, MAX_KEYS)):
+                if part:  # they are asked one after the other, within one deadline
+                    deadline_s = max(0.0, end - time.monotonic())
                 batch = (
                     checked if len(places) == len(checked) else [checked[place] for place in places]
                 )
@@ -580,14 +583,13 @@ class Conversation:
                 if not (gather_ms or group or expect):
                     courier = self._for_courier(number, namespace, batch, deadline_s)
                 ask = Ask(request, deadline_s + GRACE_S, courier, namespace)
-                began = time.monotonic()
                 got = self._checked((yield ask), local.Got)
                 came = self._results(batch, got.blocks)
                 for place, result in zip(places, came, strict=True):
                     results[place] = result
                 if courier and _HANDED_OVER in got.blocks:
-                    left_s = deadline_s - (time.monotonic() - began)
-                    yield from self._get_rest(namespace, checked, results, max(left_s, 0.0))
+                    left_s = max(0.0, end - time.monotonic())
+                    yield from self._get_rest(namespace, checked, results, left_s)
         except BaseException:
             for given in results:
                 if isinstance(given, Block):
@@ -868,9 +870,9 @@ class Conversation:
             ask = Ask(request, deadline_s + GRACE_S, question, _looks_in(namespace))
             counted = self._checked((yield ask), local.Ack)
             total += counted.count
+            deadline_s = max(0.0, end - time.monotonic())
             if isinstance(counted, _Counted):
                 courier = False
-                deadline_s = max(0.0, end - time.monotonic())
             elif counted.count * KEY_BYTES < len(batch):
                 break
         return total

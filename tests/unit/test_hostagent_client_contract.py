@@ -313,6 +313,18 @@ def test_every_call_asks_and_returns_what_it_says(client: Any, agent: CountingAg
     assert sorted(set(numbers)) == numbers
 
 
+@pytest.mark.parametrize(("call", "kind"), [("get", local.Get), ("exists", local.Exists)])
+def test_one_deadline_holds_for_all_messages_of_a_call(
+    client: Any, agent: CountingAgent, call: str, kind: type
+) -> None:
+    agent.answers[kind] = lambda _: time.sleep(0.2)
+    getattr(client, call)(7, KEYS, deadline_s=0.3)
+    first, second, third = (message.deadline_s for message in agent.asked(kind))
+    assert first == 0.3
+    assert second <= 0.1
+    assert third == 0.0
+
+
 def test_more_keys_than_a_message_takes_are_asked_for_in_several(
     client: Any, agent: CountingAgent
 ) -> None:
