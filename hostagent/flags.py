@@ -26,10 +26,12 @@ from kvcast.hostagent.options import (
     Options,
     SsdOptions,
 )
+from kvcast.hostagent.tiers.arena import GRAIN_BYTES, LEAST_SLAB_BYTES
 from kvcast.hostagent.tiers.memory_placement import MAX_NODE
 from kvcast.hostagent.tiers.ssd.layout import SsdError, cut_of
 from kvcast.protocol.links.control_caller import ControlOptions
 from kvcast.protocol.messages.ethernet import parse_ip, unicast_mac
+from kvcast.protocol.messages.wire import MAX_BLOCK_BYTES
 from kvcast.protocol.requester import RequesterConfig
 from kvcast.protocol.responder import ResponderConfig
 from kvcast.service.addresses import AGENTS_PORT, parse_host_port
@@ -49,7 +51,14 @@ from kvcast.service.options import (
 )
 from kvcast.service.tls import Credentials
 from kvcast.service.tls_options import TlsOptions, credentials_of, refuse_open_addresses
-from kvcast.service.values import TextError, number, parse_node_id, parse_size, whole_number
+from kvcast.service.values import (
+    TextError,
+    format_size,
+    number,
+    parse_node_id,
+    parse_size,
+    whole_number,
+)
 
 
 def _tunnel(text: str) -> tuple[tuple[str, int], tuple[str, int]]:
@@ -499,8 +508,11 @@ def _settle(flags: AgentFlags) -> Setup:
     refuse_open_addresses(flags, addresses)
     if not flags.handover_rate_bytes:
         raise OptionsError("--handover-rate must be above 0: blocks have to be handed over")
-    if flags.slab_bytes < 1:
-        raise OptionsError("--slab-bytes must be at least 1")
+    if flags.slab_bytes < LEAST_SLAB_BYTES or flags.slab_bytes % GRAIN_BYTES:
+        least, grain = format_size(LEAST_SLAB_BYTES), format_size(GRAIN_BYTES)
+        raise OptionsError(f"--slab-bytes must be a multiple of {grain}, and {least} at least")
+    if not 0 < flags.max_block_bytes <= MAX_BLOCK_BYTES:
+        raise OptionsError(f"--max-block must be from 1 to {format_size(MAX_BLOCK_BYTES)}")
     if flags.arena_bytes < flags.slab_bytes:
         raise OptionsError("--arena-bytes is smaller than a slab")
     if flags.arena_keep and flags.arena_path is None:

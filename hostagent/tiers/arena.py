@@ -35,6 +35,9 @@ SLAB_BYTES = 1 << 20
 GRAIN_BYTES = 1024
 """Extents start at multiples of this and are multiples of it: one wire chunk."""
 
+LEAST_SLAB_BYTES = 8 * GRAIN_BYTES
+"""Below that there would be no classes."""
+
 _RUNS_SCANNED = 16
 _TRIES = 8
 
