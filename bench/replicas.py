@@ -35,6 +35,7 @@ from kvcast.hostagent.client import AsyncClient
 from kvcast.service.provenance import provenance
 from kvcast.service.reports import add_json, report_to, say
 from kvcast.service.statistics import ratio
+from kvcast.service.values import number, parse_size, whole_number
 from kvcast.topologies.pool import Pool, PoolOptions
 from kvcast.topologies.star import Star
 from kvcast.workloads import content
@@ -178,13 +179,18 @@ async def run(options: Options) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--readers", type=int, default=8)
-    parser.add_argument("--spares", type=int, default=4, help="nodes that have nothing to do")
-    parser.add_argument("--blocks", type=int, default=64, help="blocks of the one home")
-    parser.add_argument("--block-bytes", type=int, default=64 << 10)
-    parser.add_argument("--link-rate", type=float, default=10e6, help="of every link, bits/s")
-    parser.add_argument("--measure", type=float, default=10.0, help="seconds")
+    parser = argparse.ArgumentParser(
+        prog="python -m kvcast.bench.replicas",
+        description=__doc__.splitlines()[0] if __doc__ else "",
+    )
+    parser.add_argument("--readers", type=whole_number(1), default=8)
+    parser.add_argument(
+        "--spares", type=whole_number(1), default=4, help="nodes that have nothing to do"
+    )
+    parser.add_argument("--blocks", type=whole_number(1), default=64, help="blocks of the one home")
+    parser.add_argument("--block-bytes", type=parse_size, default=64 << 10, metavar="SIZE")
+    parser.add_argument("--link-rate", type=number(1e5), default=10e6, help="of every link, bits/s")
+    parser.add_argument("--measure", type=number(0.1), default=10.0, help="seconds")
     parser.add_argument("--seed", type=int, default=1)
     add_json(parser)
     given = parser.parse_args()

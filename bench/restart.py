@@ -450,7 +450,10 @@ def draw(figures: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        prog="python -m kvcast.bench.restart",
+        description=__doc__.splitlines()[0] if __doc__ else "",
+    )
     parser.add_argument(
         "--sizes-gib",
         type=_sizes,

@@ -41,6 +41,7 @@ from kvcast.service.commands import CommandError
 from kvcast.service.provenance import provenance
 from kvcast.service.reports import add_json, report_to, say
 from kvcast.service.statistics import percentile, ratio
+from kvcast.service.values import number, parse_size, whole_number
 from kvcast.topologies.namespaces import why_not
 from kvcast.topologies.pool import DATA_FRAME_BYTES, Pool, PoolOptions
 from kvcast.topologies.star import Star
@@ -290,17 +291,26 @@ def _ms(times_s: list[float], share: float) -> float | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--nodes", type=int, default=4, help="of the loud tenant")
-    parser.add_argument("--readers", type=int, default=4, help="of the loud tenant on each node")
-    parser.add_argument("--blocks", type=int, default=64, help="of each tenant")
-    parser.add_argument("--block-bytes", type=int, default=64 << 10)
-    parser.add_argument("--link-rate", type=float, default=10e6, help="of every link, bits/s")
-    parser.add_argument("--pause", type=float, default=0.15, help="of the quiet tenant, seconds")
-    parser.add_argument("--measure", type=float, default=30.0, help="seconds of each phase")
+    parser = argparse.ArgumentParser(
+        prog="python -m kvcast.bench.tenants",
+        description=__doc__.splitlines()[0] if __doc__ else "",
+    )
+    parser.add_argument("--nodes", type=whole_number(1), default=4, help="of the loud tenant")
+    parser.add_argument(
+        "--readers", type=whole_number(1), default=4, help="of the loud tenant on each node"
+    )
+    parser.add_argument("--blocks", type=whole_number(1), default=64, help="of each tenant")
+    parser.add_argument("--block-bytes", type=parse_size, default=64 << 10, metavar="SIZE")
+    parser.add_argument("--link-rate", type=number(1e5), default=10e6, help="of every link, bits/s")
+    parser.add_argument(
+        "--pause", type=number(0), default=0.15, help="of the quiet tenant, seconds"
+    )
+    parser.add_argument("--measure", type=number(0.1), default=30.0, help="seconds of each phase")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--tcp-block-bytes", type=int, default=256 << 10)
-    parser.add_argument("--tcp-link-rate", type=float, default=50e6, help="of the home's, bits/s")
+    parser.add_argument("--tcp-block-bytes", type=parse_size, default=256 << 10, metavar="SIZE")
+    parser.add_argument(
+        "--tcp-link-rate", type=number(1e5), default=50e6, help="of the home's, bits/s"
+    )
     parser.add_argument("--only", choices=("reads", "tcp", "puts"), help="one of the three")
     parser.add_argument("--no-share", action="store_true", help="of a link whose rate is not known")
     add_json(parser)

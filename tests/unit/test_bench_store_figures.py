@@ -74,6 +74,26 @@ def test_wrong_words_to_the_bench_of_restarts_are_refused(
     assert ended.value.code == 2
 
 
+@pytest.mark.parametrize("bench", [tenants, replicas])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--block-bytes", "some"],
+        ["--readers", "0"],
+        ["--blocks", "3"],
+        ["--link-rate", "-1"],
+        ["--measure", "0"],
+    ],
+)
+def test_wrong_words_to_the_benches_of_pools_are_refused(
+    bench: Any, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", *words])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    assert ended.value.code == 2
+
+
 @pytest.mark.parametrize(
     "words",
     [
