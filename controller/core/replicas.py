@@ -18,9 +18,10 @@ back
 `high_load` is above `low_load`, and a block rests for `settle_s` after it was given once, since
 what that has brought shows only in later reports. So a load that stands still moves nothing.
 
-Bounds: `MAX_REPLICATED` blocks; `max_copies` nodes a block; `arena_share` of a node's arena, and no
-block that would have to displace others there; `copy_share` of the loaded node's link for copying;
-so many entries as the switch's guard has left. At a bound nothing more is given.
+Bounds: `MAX_REPLICATED` blocks; `max_copies` nodes a block; `arena_share` of a node's arena as far
+as that is free, and `displaced_share` where it is full, as that of a node is that has run for long:
+what is hot displaces what its policy would evict next; `copy_share` of the loaded node's link for
+copying; so many entries as the switch's guard has left. At a bound nothing more is given.
 
 A reader that has not heard of a change yet may still ask a node that has just been relieved, so the
 guard lets that one answer for `rest_s` more.
@@ -73,6 +74,7 @@ class ReplicaOptions:
     max_copies: int = 4
     """Nodes that may hold a block beside those that the bucket map names."""
     arena_share: float = 0.25
+    displaced_share: float = 1 / 16
     copy_share: float = 0.5
     half_life_s: float = 1.5
     """After which what was sent counts half."""
@@ -499,11 +501,10 @@ class HotReplicas:
             if node_id in taken or not node.link_bytes_per_s or waiting[node_id] >= _AT_ONCE:
                 continue
             load = self.load_of(node_id) + coming[node_id] / node.link_bytes_per_s
-            room = min(
-                int(node.arena_bytes * self.options.arena_share) - held[node_id],
-                node.arena_bytes - node.arena_used_bytes - waiting[node_id] * size_bytes,
-            )
-            if load >= self.options.aim_load or room < size_bytes:
+            free = node.arena_bytes - node.arena_used_bytes - waiting[node_id] * size_bytes
+            displaced = int(node.arena_bytes * self.options.displaced_share) - held[node_id]
+            most = int(node.arena_bytes * self.options.arena_share) - held[node_id]
+            if load >= self.options.aim_load or min(most, max(free, displaced)) < size_bytes:
                 continue
             if self._may_use(block.namespace, node_id):
                 best = min(best or (load, held[node_id], node_id), (load, held[node_id], node_id))

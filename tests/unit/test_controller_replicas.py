@@ -222,11 +222,13 @@ def test_who_may_not_use_the_namespace_gets_nothing_and_keeps_nothing() -> None:
     assert not world.hot.listed
 
 
-def test_nobody_displaces_blocks_of_its_own_for_replicas() -> None:
-    world = hot_world()
+def test_a_full_node_displaces_a_small_part_of_what_it_holds_for_replicas() -> None:
+    world = World()
+    world.rates = {block(n): 0.3 * LINK for n in range(20)}
     world.used_bytes = dict(world.arena_bytes)
-    world.pass_time(30)
-    assert not world.hot.listed
+    world.pass_time(60)
+    held = [sum(node in nodes for nodes in world.hot.listed.values()) for node in world.nodes]
+    assert held == [0, 4, 4, 4]  # of 64
     assert world.hot.counts["replicas_no_room"]
 
 
