@@ -395,7 +395,7 @@ def _slander_is_believed() -> AbstractContextManager[object]:
     {
         LOUD: [
             "test_no_node_gives_more_of_its_arena_than_its_share",
-            "test_nobody_displaces_blocks_of_its_own_for_replicas",
+            "test_a_full_node_displaces_a_small_part_of_what_it_holds_for_replicas",
         ]
     },
 )
