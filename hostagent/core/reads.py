@@ -19,8 +19,11 @@ goes about its READs (`kvcast.protocol.requester`).
 
 **Several blocks of one home.** Of those that one get wants, only the first segment of the first
 block is asked for: the *probe*. If nobody shares the answer, all others come over the bulk link, by
-one request. If somebody shares it, if the probe leads nowhere, or if the bulk link fails, each of
-them is read as a single block is.
+one request. So they do if the homes lack that block, and many others wait. If somebody shares the
+answer, if the probe leads nowhere else, or if the bulk link fails, each of them is read as a single
+block is. Which of them a home lacks, it says in its answer to that request; those are asked for at
+the next home in the same way, and are a miss after the last. So blocks that nobody has cost a few
+requests and not a READ each.
 
 **The end.** Every batch of gets ends by its own deadline, whatever the fetches do. A fetch that
 nobody waits for any more goes on until its own deadline, and its block is cached. But if a batch is
@@ -78,6 +81,10 @@ _WITHOUT_HOMES: Final = frozenset(
 
 
 MOST_EXPECT_WAITS: Final = 8
+
+FEW_FOLLOWERS: Final = 16
+"""So many blocks are READ, in two round trips, where the homes lack the block that probed for them:
+a connection may have to be made for anything else."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +157,8 @@ class _Fetch:
     """Whether it goes on though nobody waits for it."""
     asked_homes: bool = False
     """Whether no home has given the block, so that it is read from a store that all share."""
+    lacked_by: tuple[int, ...] = ()
+    """Homes that have said over the bulk link that they have not the block."""
     recalls: bool = False
     """Whether only a switch can have the block. Then it is asked for during `recall_probe_s` only,
     however long the waiters have."""
@@ -771,15 +780,7 @@ class Reads:
             if isinstance(event, Fetched):
                 self._fetched(now, event)
             elif isinstance(event, Missed):
-                fetch = self._over(event.block)
-                late: list[tuple[GetBatch, int]] = []
-                if not self._read_shared(now, fetch, event.reason):
-                    if event.reason is MissReason.NOT_FOUND:
-                        late = self._take_late(fetch)
-                    over = fetch.recalls and event.reason is MissReason.DEADLINE
-                    self._end_without(fetch, MissReason.NOT_FOUND if over else event.reason)
-                self._read_followers(now, fetch)
-                self._fetch_anew(now, event.block, late)
+                self._not_fetched(now, self._over(event.block), event.reason)
             elif isinstance(event, TryBulk):
                 # What waits for this probe would only find out the same.
                 self._bulk_followers(self._fetches[event.block], event.home)
@@ -787,7 +788,10 @@ class Reads:
             elif isinstance(event, ProbeEnded):
                 probe = self._fetches.get(event.block)
                 if probe is not None and probe.fetch_id == event.fetch_id:
-                    self._read_followers(now, probe)
+                    if event.lacked:
+                        self._home_lacks(now, probe)
+                    else:
+                        self._read_followers(now, probe)
             elif isinstance(event, WrongResident):
                 self._wrong_residents[event.block] = event.digest
             else:
@@ -806,6 +810,20 @@ class Reads:
             self._bulk_followers(fetch, fetch.home)
         else:
             self._read_followers(now, fetch)
+
+    def _not_fetched(self, now: float, fetch: _Fetch, reason: MissReason) -> None:
+        """No home has given the block of a fetch that is over."""
+        late: list[tuple[GetBatch, int]] = []
+        if not self._read_shared(now, fetch, reason):
+            if reason is MissReason.NOT_FOUND:
+                late = self._take_late(fetch)
+            over = fetch.recalls and reason is MissReason.DEADLINE
+            self._end_without(fetch, MissReason.NOT_FOUND if over else reason)
+        if reason is MissReason.NOT_FOUND:
+            self._home_lacks(now, fetch)
+        else:
+            self._read_followers(now, fetch)
+        self._fetch_anew(now, fetch.block, late)
 
     def _deliver(
         self,
@@ -879,6 +897,13 @@ class Reads:
         for fetch in followers:
             self._read(now, fetch)
 
+    def _home_lacks(self, now: float, probe: _Fetch) -> None:
+        """The home that was probed has not got the probe's block, and may have the others."""
+        if probe.home is not None and len(probe.followers) > FEW_FOLLOWERS:
+            self._bulk_followers(probe, probe.home)
+        else:
+            self._read_followers(now, probe)
+
     def _bulk_followers(self, probe: _Fetch, home: int) -> None:
         """Fetch the blocks that waited for this probe from its home, over the bulk link."""
         followers, probe.followers = probe.followers, []
@@ -915,15 +940,24 @@ class Reads:
         return self._reservations.reserve(fetch.block, size_bytes)
 
     def bulk_ended(
-        self, now: float, fetch: _Fetch, came: ArenaReservation | None, digest: int, outcome: str
+        self,
+        now: float,
+        fetch: _Fetch,
+        home: int,
+        came: ArenaReservation | None,
+        digest: int,
+        outcome: str,
     ) -> None:
-        """The bulk call for a block that followed a probe has ended; `came`: its bytes, if any."""
+        """The bulk call to a home for a block that followed a probe has ended; `came`: its bytes,
+        if any."""
         self._now = now
         if outcome == bulk.WRONG_DIGEST:
             self._metrics.bulk_wrong_digest_total += 1
         if not self.is_on(fetch):
             if came is not None:
                 came.abort()
+        elif outcome == bulk.NOT_FOUND:
+            self._lacked(now, fetch, home)
         elif came is None or outcome != bulk.DONE:
             if came is not None:
                 came.abort()
@@ -935,6 +969,20 @@ class Reads:
             self._metrics.payload_bytes_received_bulk_get_total += came.view.nbytes
             self._deliver(fetch, came, digest, "bulk", now - fetch.started_at)
         self.drain(now)
+
+    def _lacked(self, now: float, fetch: _Fetch, home: int) -> None:
+        """A home lacks a block: ask the next one over the bulk link, too, if there is one."""
+        fetch.lacked_by += (home,)
+        pool = self._outbox.pool
+        if pool is None or fetch.block in self.residents:
+            self._read(now, fetch, probe=False)
+            return
+        left = [node for node in pool.other_homes_of(fetch.block) if node not in fetch.lacked_by]
+        if left:
+            call = _Rest(self, fetch).call(self.requester.first_home(now, left))
+            self._outbox.calls.append(call)
+        else:
+            self._not_fetched(now, self._over(fetch.block), MissReason.NOT_FOUND)
 
     def _take_offer(self, now: float, event: OfferReceived) -> None:
         """Fetch the rest of a block, and the blocks that waited for its probe, from the home that
@@ -1075,17 +1123,18 @@ class Reads:
 class _Rest:
     """The bulk call for a block that followed a probe."""
 
-    __slots__ = ("_digest", "_fetch", "_reads", "_room")
+    __slots__ = ("_digest", "_fetch", "_home", "_reads", "_room")
 
     def __init__(self, reads: Reads, fetch: _Fetch) -> None:
         self._reads = reads
         self._fetch = fetch
+        self._home = NO_NODE
         self._room: ArenaReservation | None = None
         self._digest = 0
 
     def call(self, home: int) -> GetCall:
         """What is asked of that home."""
-        reads, fetch = self._reads, self._fetch
+        reads, fetch, self._home = self._reads, self._fetch, home
         return GetCall(
             *(home, fetch.block, 0, fetch.deadline, self._begin, self._ended),
             wanted=lambda: reads.is_on(fetch),
@@ -1098,4 +1147,4 @@ class _Rest:
         return None if self._room is None else self._room.view
 
     def _ended(self, now: float, outcome: str) -> None:
-        self._reads.bulk_ended(now, self._fetch, self._room, self._digest, outcome)
+        self._reads.bulk_ended(now, self._fetch, self._home, self._room, self._digest, outcome)

@@ -232,6 +232,8 @@ class Serving:
         """A pinned copy to send (see `end_get`), or why there is none."""
         block = BlockId(namespace, wanted.key)
         copy = self._store.get(block)
+        if copy is None and self._store.lies_below(block):
+            return bulk.BELOW
         if copy is None:
             why = explained(self._store.why_gone(block))
             self._metrics.by_namespace.of(namespace).home_misses[why] += 1

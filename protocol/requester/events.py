@@ -253,10 +253,11 @@ class OfferReceived(NamedTuple):
 class ProbeEnded(NamedTuple):
     """What the first segment shows says nothing of other blocks of the home, or not what was hoped
     for: others read the block too, or the home offers no other way to it, or another home is
-    asked."""
+    asked (`lacked`: since that one has not got the block)."""
 
     fetch_id: int
     block: BlockId
+    lacked: bool = False
 
 
 class WrongResident(NamedTuple):

@@ -189,7 +189,9 @@ class Lifecycle:
     def end_probe(self, fetch: Fetch) -> None:
         """Nobody should wait any longer for what its probe shows."""
         if fetch.may_probe:
-            self.events.append(ProbeEnded(fetch.id, fetch.block))
+            verdict = fetch.homes.verdicts.get(fetch.homes.current)
+            lacked = verdict is MissReason.NOT_FOUND
+            self.events.append(ProbeEnded(fetch.id, fetch.block, lacked))
 
     def _move(self, now: float, fetch: Fetch, home: int) -> None:
         """Go on with the same assembly at another home."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
-from kvcast.hostagent.core.reads import GetBatch, GetItem
+from kvcast.hostagent.core.reads import FEW_FOLLOWERS, GetBatch, GetItem
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.protocol.links.bulk import UNREACHABLE, BulkOptions
@@ -114,8 +114,9 @@ class Node:
 
 
 class Pool:
-    """Nodes 1 to 3 and what is between them. `lose` a frame; `spoil` what is sent by TCP; `listen`:
-    whether a connection is taken."""
+    """Nodes 1 to 3 and what is between them. `change` a frame, or lose it (None); `spoil` what is
+    sent by TCP; `listens`: whether a connection is taken, but for those to nodes that it `refuses`.
+    """
 
     def __init__(self, homes: list[int] | None = None) -> None:
         self.nodes = {index: Node(index, homes or [2]) for index in (1, 2, 3)}
@@ -124,6 +125,7 @@ class Pool:
         self.change: Callable[[Frame], Frame | None] = lambda frame: frame
         self.spoil: Callable[[bytes], bytes] = lambda data: data
         self.listens = True
+        self.refuses: set[int] = set()
         self.reads: list[tuple[bytes, int]] = []
         self.requests = 0
         self._callees: dict[BulkConnection, BulkCallee[object]] = {}
@@ -204,7 +206,9 @@ class Pool:
                 match instruction:
                     case Complete(call=call, outcome=outcome):
                         call.ended(self.now, outcome)
-                    case Connect(connection=connection) if self.listens:
+                    case Connect(connection=connection) if (
+                        self.listens and connection.node.index not in self.refuses
+                    ):
                         other = self.nodes[connection.node.index].core
                         self._callees[connection] = BulkCallee(
                             self.now, other.serving, BulkOptions(), other.metrics
@@ -270,7 +274,7 @@ def test_of_a_batch_only_the_first_block_probes(first_size: int) -> None:
         if number != 7:
             assert pool.reader.bytes_of(item) == blocks[number]
             assert item.tier == ("home" if number == 0 and first_size == 100 else "bulk")
-    assert pool.reads == [(key(0), 0), (key(7), 0)]
+    assert pool.reads == [(key(0), 0)], "that 7 is not there, the answer by TCP has said"
     assert pool.home.core.metrics.bulk_requests_served_total == 1
     check_at_rest(pool)
 
@@ -509,6 +513,117 @@ def test_a_get_that_joins_a_fetch_finds_what_was_put_behind_that_ones_back() -> 
         assert [item.status for item in later] == [local.OK, local.MISS]
         assert pool.reader.bytes_of(later[0]) == noise(1, BIG)
     assert sum(read[0] == key(2) for read in pool.reads) == 2, "once for all that had joined"
+
+
+# --- what homes lack ------------------------------------------------------------------------------
+
+
+MANY = FEW_FOLLOWERS + 30
+
+
+def test_many_blocks_that_nobody_has_cost_a_read_and_a_request_of_each_home() -> None:
+    pool = Pool([2, 3])
+    items = pool.reader.get(list(range(MANY)))
+    pool.settle()
+    assert [(item.status, item.reason) for item in items] == [(local.MISS, "not_found")] * MANY
+    assert pool.reads == [(key(0), 0)] * 2
+    assert [pool.nodes[n].core.metrics.bulk_requests_served_total for n in (2, 3)] == [1, 1]
+    assert pool.reader.core.metrics.misses["not_found"] == MANY
+    for home in (2, 3):
+        of_home = pool.nodes[home].core.metrics.by_namespace.of(1)
+        assert of_home.home_misses.total() == MANY, "each home counts what it lacks"
+    check_at_rest(pool)
+
+
+@pytest.mark.parametrize("followers", [FEW_FOLLOWERS, FEW_FOLLOWERS + 1])
+def test_few_blocks_behind_one_that_nobody_has_are_read(followers: int) -> None:
+    pool = Pool()
+    items = pool.reader.get(list(range(1 + followers)))
+    pool.pass_time(0.2)
+    assert [item.reason for item in items] == ["not_found"] * (1 + followers)
+    few = followers == FEW_FOLLOWERS
+    assert pool.home.core.metrics.bulk_requests_served_total == (0 if few else 1)
+    assert len({asked for asked, _ in pool.reads}) == (1 + followers if few else 1)
+    check_at_rest(pool)
+
+
+def test_behind_a_block_that_nobody_has_the_others_come_from_whichever_home_has_them() -> None:
+    pool = Pool([2, 3])
+    blocks = {number: noise(number, 5000) for number in range(1, MANY)}
+    for number, data in blocks.items():
+        pool.nodes[2 + number % 2].hold(number, data)
+    items = pool.reader.get(list(range(MANY)))
+    pool.settle()
+    assert items[0].status == local.MISS
+    assert [pool.reader.bytes_of(item) for item in items[1:]] == list(blocks.values())
+    assert {item.tier for item in items[1:]} == {"bulk"}
+    assert pool.reads == [(key(0), 0)] * 2
+    check_at_rest(pool)
+
+
+def test_what_one_home_lacks_and_the_next_cannot_be_asked_for_by_tcp_is_read() -> None:
+    pool = Pool([2, 3])
+    pool.nodes[2].hold(0, noise(0, 5000))
+    pool.nodes[3].hold(1, noise(1, 5000))
+    items = pool.reader.get([0, 1, 2])
+    pool.refuses = {3}
+    pool.settle()
+    assert [item.tier for item in items] == ["home", "home", ""]
+    assert pool.reader.bytes_of(items[1]) == noise(1, 5000)
+    assert items[2].reason == "not_found"
+    check_at_rest(pool)
+
+
+def test_what_lies_below_a_homes_dram_is_not_lacking_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a home answers a READ when its disk has answered."""
+    pool = Pool()
+    pool.home.hold(0, noise(0, 5000))
+    on_disk = BlockId(1, key(1))
+
+    def lies_below(block: BlockId) -> bool:
+        return block == on_disk
+
+    monkeypatch.setattr(type(pool.home.core.store), "lies_below", staticmethod(lies_below))
+    items = pool.reader.get([0, 1, 2])
+    pool.settle()
+    assert [item.status for item in items] == [local.OK, local.MISS, local.MISS]
+    assert pool.reads == [(key(0), 0), (key(1), 0)]
+    why = pool.home.core.metrics.by_namespace.of(1).home_misses
+    assert why.total() == 2, "the READ of 1, and 2 by TCP"
+
+
+def test_what_a_switch_keeps_by_now_is_read_though_its_home_lacks_it() -> None:
+    pool = Pool()
+    pool.home.hold(0, noise(0, 5000))
+    core = pool.reader.core
+    items = pool.reader.get([0, 1, 2])
+    pool.meanwhile()
+    core.control_message(0.0, Residents([BlockRef(1, key(2))]))
+    pool.settle()
+    assert [item.status for item in items] == [local.OK, local.MISS, local.MISS]
+    assert pool.reads == [(key(0), 0), (key(2), 0)]
+    check_at_rest(pool)
+
+
+def test_a_get_that_joins_what_a_home_is_found_to_lack_asks_anew() -> None:
+    pool = Pool()
+    pool.home.hold(0, noise(0, 5000))
+    first = pool.reader.get([0, 1])
+    pool.meanwhile()
+    later = pool.reader.get([1], now=0.1)
+    joined = pool.reader.core.metrics.gets_joined_total
+    callee_answered = pool.spoil
+
+    def put_meanwhile(data: bytes) -> bytes:
+        if pool.home.core.store.peek(BlockId(1, key(1))) is None:
+            pool.home.hold(1, noise(1, 5000))
+        return callee_answered(data)
+
+    pool.spoil = put_meanwhile
+    pool.settle()
+    assert joined == 1
+    assert [item.status for item in first] == [local.OK, local.MISS]
+    assert [pool.reader.bytes_of(item) for item in later] == [noise(1, 5000)]
 
 
 def test_beyond_the_bound_of_fetches_a_block_does_not_follow() -> None:

@@ -1234,7 +1234,14 @@ def test_a_probe_that_goes_on_at_another_home_says_so() -> None:
     bench = Bench(usable_offer_kinds=frozenset({wire.OFFER_TCP}))
     bench.fetch(homes=(HOME, REPLICA))
     bench.miss(0.001, wire.MISS_NOT_FOUND)
-    assert bench.events() == [ProbeEnded(1, BLOCK)]
+    assert bench.events() == [ProbeEnded(1, BLOCK, lacked=True)]
+
+
+def test_a_probe_that_leaves_a_home_which_may_have_the_block_does_not_say_that_it_has_not() -> None:
+    bench = Bench(usable_offer_kinds=frozenset({wire.OFFER_TCP}))
+    bench.fetch(homes=(HOME, REPLICA))
+    bench.miss(0.001, wire.MISS_NOT_HOME)
+    assert bench.events() == [ProbeEnded(1, BLOCK, lacked=False)]
 
 
 def test_a_home_that_refuses_for_overload_is_asked_as_often_as_one_may_and_is_not_silent() -> None:
