@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from ipaddress import AddressValueError, IPv4Address
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
@@ -993,41 +993,44 @@ class AgentCore:
             for name, value in numbers.items()
         }
 
+    def counted(self) -> Iterator[tuple[str, Any]]:
+        """Dataclasses that count beside `metrics`, each with what the names of its fields begin
+        with."""
+        if self.shared is not None:
+            yield "index", self.shared.counters
+        if self.recovery_counters is not None:
+            yield "recovery", self.recovery_counters
+        if self.cold is not None:
+            yield "cold", self.cold.counters
+        yield "requester", self.requester.counters
+        yield "responder", self.responder.counters
+        yield "store", self.store.counters
+        yield "handover", self.handover.counters
+        yield "writing", self.writing.counters
+        yield "landing", self.landing_counters
+
     def values(self) -> dict[str, float]:
         """Totals since the start, and present values, by name."""
         self.store.elsewhere.refresh()
         values = self.metrics.snapshot()
         if self.shared is not None:
-            for item in fields(self.shared.counters):
-                values[f"index_{item.name}_total"] = float(getattr(self.shared.counters, item.name))
             # Nobody asked for these, and they were gets and hits all the same.
             values["gets_total"] += self.shared.counters.hits
             values["hits_local_total"] += self.shared.counters.hits
-        if self.recovery_counters is not None:
-            for item in fields(self.recovery_counters):
-                name = f"recovery_{item.name}" + ("_total" if item.name != "left" else "")
-                values[name] = float(getattr(self.recovery_counters, item.name))
         for tier in self.tiers:
             values |= tier.values()
         if self.cold is not None:
-            for item in fields(self.cold.counters):
-                values[f"cold_{item.name}_total"] = float(getattr(self.cold.counters, item.name))
             values |= self.cold.values()
         values["reads_met_total"] = float(self.meetings.met)
         values["bulk_departures_held_total"] = float(self.departures.waits_total)
         values["payload_bytes_sent_udp_total"] = float(self.responder.counters.payload_bytes)
-        for prefix, counters in (
-            ("requester", self.requester.counters),
-            ("responder", self.responder.counters),
-            ("store", self.store.counters),
-            ("handover", self.handover.counters),
-            ("writing", self.writing.counters),
-            ("landing", self.landing_counters),
-        ):
+        for prefix, counters in self.counted():
             for item in fields(counters):
                 value = getattr(counters, item.name)
                 if isinstance(value, int):
                     values[f"{prefix}_{item.name}_total"] = float(value)
+        if self.recovery_counters is not None:
+            values["recovery_left"] = values.pop("recovery_left_total")  # it shrinks
         values["wrong_digest_total"] = float(
             self.requester.counters.corrupt_blocks + self.metrics.bulk_wrong_digest_total
         )

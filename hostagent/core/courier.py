@@ -183,15 +183,15 @@ class CourierCounters:
     """Totals since the start."""
 
     given: int = 0
-    """Blocks that clients got by it, those that came for another client's question, too."""
+    """Blocks that clients got by the courier, also those that came for another's question."""
     joined: int = 0
-    """Those of them that came for another client's question."""
+    """Blocks that clients got by the courier, and that came for another client's question."""
     unasked: int = 0
     """Blocks that came after their client had gone."""
     offences: int = 0
-    """Clients that were cut off for what they said there."""
+    """Clients that were cut off for what they said to the courier."""
     conveyed_bytes: int = 0
-    """Of blocks, by conveyors."""
+    """Bytes of blocks that came by conveyors."""
     impossible: int = 0
     """Changes of a question's state that there are not: mistakes of ours."""
 

@@ -95,11 +95,12 @@ class HandoverCounters:
     """Totals since the agent began."""
 
     blocks: int = 0
-    """Another node has them now, or had them."""
+    """Blocks that were offered, and that another node has now or had already."""
     bytes: int = 0
     failed: int = 0
     too_large: int = 0
-    """Of these, blocks of a lower tier that DRAM, or the namespace's quota of it, cannot hold."""
+    """Blocks of a lower tier, among those that failed, that DRAM, or the namespace's quota of it,
+    cannot hold."""
 
 
 class Handover:

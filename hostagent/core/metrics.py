@@ -56,15 +56,23 @@ class Metrics:
 
     # gets, by key
     gets_total: int = 0
+    """Keys that clients asked for."""
     hits_local_total: int = 0
+    """Gets answered from this node's arena."""
     hits_arena_total: int = 0
-    """From further arenas."""
+    """Gets answered from further arenas of this node."""
     hits_ssd_total: int = 0
+    """Gets answered from this node's disk."""
     hits_cold_total: int = 0
+    """Gets answered from the object store."""
     hits_switch_total: int = 0
+    """Gets answered at least partly from the switch's memory."""
     hits_shared_total: int = 0
+    """Gets answered by another node's READ answers that several readers got."""
     hits_home_total: int = 0
+    """Gets answered by another node's READ answers that only this node got."""
     hits_bulk_total: int = 0
+    """Gets answered by another node over the bulk link."""
     gets_refused_total: int = 0
     """Gets of an unknown or forbidden namespace, beyond its rate, or before the first map."""
     gets_joined_total: int = 0
@@ -73,7 +81,8 @@ class Metrics:
     overheard_total: int = 0
     """Blocks that came because another node of a reader group asked for them."""
     overheard_refused_total: int = 0
-    """Such blocks that were not taken: too many were on their way."""
+    """Blocks that another node of a reader group asked for, and that were not taken: too many were
+    on their way."""
     prefetches_total: int = 0
     # puts, by key
     puts_total: int = 0
@@ -84,13 +93,18 @@ class Metrics:
     """Copies for further replicas that were not sent: the queue was full, or they were evicted
     while they waited in it."""
     replications_late_total: int = 0
-    """Whose copy had left DRAM for a lower tier when their turn came, and is sent from there."""
-    # bytes of blocks, headers not counted
+    """Copies for further replicas that had left DRAM for a lower tier when their turn came, and are
+    sent from there."""
     payload_bytes_sent_bulk_get_total: int = 0
+    """Bytes of blocks, headers not counted, sent over the bulk link in answer to gets."""
     payload_bytes_sent_bulk_put_total: int = 0
+    """Bytes of blocks, headers not counted, sent over the bulk link as puts."""
     payload_bytes_received_udp_total: int = 0
+    """Bytes of blocks, headers not counted, that came in answer to READs."""
     payload_bytes_received_bulk_get_total: int = 0
+    """Bytes of blocks, headers not counted, that came over the bulk link in answer to gets."""
     payload_bytes_received_bulk_put_total: int = 0
+    """Bytes of blocks, headers not counted, that other nodes put here over the bulk link."""
     # frames
     frames_received_total: int = 0
     frames_answers_total: int = 0
@@ -130,9 +144,9 @@ class Metrics:
     rdma_requests_sent_total: int = 0
     rdma_requests_served_total: int = 0
     rdma_requests_held_total: int = 0
-    """Requests to us that waited for their windows, since several namespaces wanted some;"""
+    """Requests to us that waited for their windows, since several namespaces wanted some."""
     rdma_requests_late_total: int = 0
-    """those of them whose turn did not come in time, and which went by TCP."""
+    """Requests to us for windows whose turn did not come in time, and which went by TCP."""
     rdma_blocks_read_total: int = 0
     """Blocks that our card has read from other nodes' memory, and whose digest was looked at; they
     count as received over the bulk link, too."""

@@ -66,7 +66,7 @@ class PushCounters:
     """Totals since the start."""
 
     put: int = 0
-    """Blocks of clients that were put by it, wherever their homes are."""
+    """Blocks of clients that were put by the courier, wherever their homes are."""
     taken: int = 0
     """Blocks that were pushed here."""
 

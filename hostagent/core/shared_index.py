@@ -50,7 +50,8 @@ class SharedCounters:
     hits: int = 0
     """Blocks that clients got by themselves."""
     hits_untold: int = 0
-    """Those of them that a ring had no room for: eviction knows nothing of them."""
+    """Blocks that clients got by themselves, and that a ring had no room for: eviction knows
+    nothing of them."""
     pins_stale: int = 0
     """Cells found that named a copy which was gone."""
     offences: int = 0

@@ -1,7 +1,8 @@
 """The agent's metrics over HTTP: GET /metrics, for Prometheus.
 
-Owns: how the agent's numbers become metrics. Must not know: who counts them, or how a client is
-bounded (`kvcast.service.http`). Imported only where metrics are asked for: aiohttp and
+Owns: how the agent's numbers become metrics, and what is said of each: the text below the field
+that counts it, or its name as words. Must not know: who counts them, or how a client is bounded
+(`kvcast.service.http`). Imported only where metrics are asked for: aiohttp and
 prometheus_client would be most of an agent's start-up time.
 """
 
@@ -13,6 +14,13 @@ from typing import Final
 
 from aiohttp import web
 from kvcast.hostagent.core.agent import AgentCore
+from kvcast.hostagent.core.courier import CourierCounters
+from kvcast.hostagent.core.metrics import Metrics
+from kvcast.hostagent.core.pushing import PushCounters
+from kvcast.hostagent.core.ssd import SsdCounters
+from kvcast.protocol.links.cards import CardCounters
+from kvcast.protocol.requester import MissReason
+from kvcast.service.attribute_texts import texts_of, words_of
 from kvcast.service.http import HttpServer, metrics_answer
 from kvcast.service.tls import Credentials
 from prometheus_client.metrics_core import (
@@ -31,6 +39,7 @@ SCRAPES_PER_S: Final = 10.0
 def metrics_server(core: AgentCore, credentials: Credentials | None) -> HttpServer:
     """A server of this agent's numbers; with credentials over TLS, to whoever has a certificate of
     the cluster."""
+    texts_of_agent(core)  # the first time takes some 0.06 s, which no scrape need wait for
 
     async def metrics(_request: web.BaseRequest) -> web.Response:
         return metrics_answer(metrics_of(core))
@@ -39,14 +48,62 @@ def metrics_server(core: AgentCore, credentials: Credentials | None) -> HttpServ
     return HttpServer(routes, credentials, rate_per_s=SCRAPES_PER_S, log=log)
 
 
+_PRESENT: Final = {
+    "arena_bytes": "Size of the arena, in bytes",
+    "arena_used_bytes": "Bytes of the arena that blocks take",
+    "arena_held_bytes": "Bytes of the arena that somebody holds: they cannot be evicted",
+    "arena_ready_bytes": "Bytes of the arena kept ready for blocks to come",
+    "blocks": "Blocks in the arena",
+    "fetches_waiting": "Blocks on their way here",
+    "segments_in_flight": "Segments asked for, or arriving, and not complete",
+    "answers_waiting": "Answers to READs that wait to be sent",
+    "replications_waiting": "Copies that wait to be sent to further replicas",
+    "handover_left": "Blocks that are still to be handed over to other nodes",
+    "replicas_here": "Blocks that are here as hot replicas",
+    "epoch": "Epoch of the bucket map in force; 0: there is none yet",
+    "connected": "1 while the controller's connection stands",
+    "misses_total": "Gets that ended without a block",
+    "payload_bytes_sent_udp_total": "Bytes of blocks, headers not counted, sent in answer to READs",
+    "retries_total": "READs sent again, for whole segments or for the chunks that were missing",
+    "wrong_digest_total": "Blocks that came with bytes which had not their digest; nobody got them",
+    "prefixes_load_tokens_per_s": "Mean pace at which engines here load, in tokens a second",
+    "prefixes_compute_tokens_per_s": "Mean pace at which engines here compute, in tokens a second",
+}
+"""What is said of numbers that are no field of a class."""
+
+
+def texts_of_agent(core: AgentCore) -> dict[str, str]:
+    """What is said of the agent's numbers, by name, where anything is."""
+    texts = _PRESENT | texts_of(Metrics)
+    texts["fetch_seconds"] = texts.pop("fetch_time", "")
+    reasons = texts_of(MissReason)
+    for reason in MissReason:
+        why = reasons.get(reason.name, "")
+        texts[f"misses_{reason.value}_total"] = (
+            f"Gets that ended without a block: {reason.value.replace('_', ' ')}. {why}".strip()
+        )
+    for prefix, kind in (
+        *((prefix, type(counters)) for prefix, counters in core.counted()),
+        *((tier.name, SsdCounters) for tier in core.tiers),
+        ("courier", CourierCounters),
+        ("courier_put", PushCounters),
+    ):
+        texts |= {f"{prefix}_{name}_total": text for name, text in texts_of(kind).items()}
+    texts["courier_put_total"] = texts.pop("courier_put_put_total", "")
+    return texts
+
+
 def metrics_of(core: AgentCore) -> Iterator[Metric]:
     """The agent's numbers as metrics."""
+    texts = texts_of_agent(core)
     for name, value in core.values().items():
         kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-        yield kind(f"kvcast_agent_{name}", name, value=value)
+        text = texts.get(name) or words_of(name.removesuffix("_total"))
+        yield kind(f"kvcast_agent_{name}", text, value=value)
     for name, histogram in core.metrics.histograms().items():
+        text = texts.get(name) or words_of(name)
         yield HistogramMetricFamily(
-            f"kvcast_agent_{name}", name, buckets=histogram.buckets(), sum_value=histogram.sum
+            f"kvcast_agent_{name}", text, buckets=histogram.buckets(), sum_value=histogram.sum
         )
     yield from _metrics_by_card(core)
     yield from _metrics_by_namespace(core)
@@ -55,13 +112,16 @@ def metrics_of(core: AgentCore) -> Iterator[Metric]:
 def _metrics_by_card(core: AgentCore) -> Iterator[Metric]:
     """What there is to say of each RDMA card."""
     families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+    said = texts_of(CardCounters)
     for card, numbers in core.cards().items():
         for name, value in numbers.items():
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             family = families.get(name)
             if family is None:
+                counted = name.removesuffix("_total")
+                text = said.get(counted) or words_of(counted)
                 full = f"kvcast_agent_rdma_card_{name}"
-                family = families[name] = kind(full, f"{name}, by RDMA card", labels=["card"])
+                family = families[name] = kind(full, text, labels=["card"])
             family.add_metric([card], value)
     yield from families.values()
 
@@ -94,13 +154,15 @@ def _metrics_by_namespace(core: AgentCore) -> Iterator[Metric]:
         labels=_LABELS,
     )
     in_store_most = GaugeMetricFamily(
-        "kvcast_namespace_cold_quota_bytes", "that part, where there is one", labels=_LABELS
+        "kvcast_namespace_cold_quota_bytes",
+        "the bytes of that part, where there is one",
+        labels=_LABELS,
     )
     quota = GaugeMetricFamily(
         "kvcast_namespace_quota_bytes", "bytes of arena allowed, 0 = no limit", labels=_LABELS
     )
     seconds = HistogramMetricFamily(
-        "kvcast_namespace_get_seconds", "from a get to its block", labels=_LABELS
+        "kvcast_namespace_get_seconds", "seconds from a get to its block", labels=_LABELS
     )
     known = core.pool.namespaces if core.pool is not None else {}
     counted = core.namespace_metrics()

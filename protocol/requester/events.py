@@ -299,7 +299,7 @@ class RequesterCounters:
     data_by_write: int = 0
     """Chunks that came by RDMA."""
     blocks_by_write: int = 0
-    """Blocks of which all chunks did."""
+    """Blocks of which all chunks came by RDMA."""
     duplicates: int = 0
     """DATA of a chunk that was there already."""
     unsolicited: int = 0
@@ -324,7 +324,7 @@ class RequesterCounters:
     chunks_reduced: int = 0
     """Homes that were found to send no chunks as large as were asked for."""
     overloaded: int = 0
-    """Of them, those that asked for patience."""
+    """MISS frames that asked for patience."""
     homes_left: int = 0
     restarts: int = 0
     no_memory: int = 0
@@ -332,9 +332,9 @@ class RequesterCounters:
     offers_received: int = 0
     """OFFERs of other ways to a block that is being fetched."""
     offers: int = 0
-    """Of them, those taken."""
+    """OFFERs that were taken."""
     offers_ignored: int = 0
-    """Of them, those of no use, or not needed any more."""
+    """OFFERs that were of no use, or not needed any more."""
     met: int = 0
     """Blocks asked for another way, of which a home said that another node wants them, too."""
     bulk_tries: int = 0

@@ -210,11 +210,11 @@ class LandingCounters:
     chunks: int = 0
     """WRITEs that the card reported."""
     late: int = 0
-    """Of them, those of a segment that had given its slot back."""
+    """WRITEs of a segment that had given its slot back."""
     spoiled: int = 0
     """Chunks that a late one has overwritten."""
     stray: int = 0
-    """Of no segment that is known."""
+    """WRITEs of no segment that is known."""
 
 
 # A slot, as words of 64 bits.

@@ -147,9 +147,9 @@ class ResponderCounters:
     reads_answered: int = 0
     """READs that got an answer of their own to be sent."""
     reads_by_lane: int = 0
-    """Of them, those that compiled code answered (`kvcast.protocol.lane`)."""
+    """READs that compiled code answered (`kvcast.protocol.lane`)."""
     reads_beyond_lane: int = 0
-    """READs that it left, since it had sent as much as may go out in one round."""
+    """READs that compiled code left, since it had sent as much as may go out in one round."""
     reads_collapsed: int = 0
     """READs that asked only for what was already waiting to be sent to the same reader."""
     reads_merged: int = 0
@@ -177,7 +177,7 @@ class ResponderCounters:
     misses_no_write: int = 0
     """READs that asked for RDMA where this home has none, or no switch had marked them."""
     misses_beyond: int = 0
-    """For segments that a block which is here does not have."""
+    """MISSes for segments that a block which is here does not have."""
     replies_dropped: int = 0
     """MISSes not sent, for want of room."""
     unexpected_op: int = 0

@@ -15,10 +15,21 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
+from kvcast.hostagent.core.cold import ColdCounters
 from kvcast.hostagent.core.metrics import FETCH_BOUNDS_S, Histogram, added, quantile
+from kvcast.hostagent.core.recovery import RecoveryCounters
+from kvcast.hostagent.core.shared_index import SharedCounters
+from kvcast.hostagent.core.ssd import SsdCounters
 from kvcast.hostagent.core.store import Store
-from kvcast.hostagent.network.metrics_server import SCRAPES_PER_S, metrics_server
+from kvcast.hostagent.network.metrics_server import (
+    SCRAPES_PER_S,
+    metrics_of,
+    metrics_server,
+    texts_of_agent,
+)
 from kvcast.hostagent.tiers.arena import Allocator
+from kvcast.service.attribute_texts import texts_of
+from kvcast.service.http import metrics_answer
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
@@ -150,3 +161,66 @@ async def test_the_agents_server_has_the_bounds_of_all_our_servers() -> None:
                 statuses.append(answer.status)
         assert statuses[:10] == [200] * 10
         assert 429 in statuses
+
+
+# --- what Prometheus is told of each --------------------------------------------------------------
+
+
+def described() -> dict[str, str]:
+    """By name, what an agent with a card says of its metrics, as Prometheus reads it."""
+    core = core_of([])
+    core.cards = lambda: {"rocep1": {"pairs_made_total": 1.0, "failures_total": 2.0}}
+    text = metrics_answer(metrics_of(core)).body
+    assert isinstance(text, bytes)
+    lines = text.decode().splitlines()
+    helps = [line for line in lines if line.startswith("# HELP ")]
+    families = list(text_string_to_metric_families(text.decode()))
+    assert len(helps) == len(families)
+    return {family.name: family.documentation for family in families}
+
+
+def test_each_metric_says_what_its_field_says() -> None:
+    helps = described()
+    for name, text in {
+        "gets_joined": "Gets that waited for a fetch that another get had begun.",
+        "requester_gaps": "Segments whose LAST chunk came while others were missing.",
+        "landing_stray": "WRITEs of no segment that is known.",
+        "misses_diverged": "Gets that ended without a block: diverged. The homes' copies differed, "
+        "or changed, more often than a fetch may start anew.",
+        "misses_deadline": "Gets that ended without a block: deadline.",
+        "fetch_seconds": "Seconds from a fetch's beginning to its block; what ended without one is "
+        "not in it.",
+        "arena_bytes": "Size of the arena, in bytes",
+        "rdma_card_failures": "Connections that did not do what they were made for, or broke while "
+        "they did.",
+    }.items():
+        assert helps[f"kvcast_agent_{name}"] == text
+
+
+def test_metrics_whose_fields_say_nothing_have_their_names_as_words() -> None:
+    helps = described()
+    assert helps["kvcast_agent_requester_reads_retry"] == "Requester reads retry"
+    assert helps["kvcast_agent_rdma_card_pairs_made"] == "Pairs made"
+
+
+def test_what_is_said_of_a_metric_can_be_read_by_itself() -> None:
+    """A field's text that leans on the one before it makes no sense as HELP."""
+    parts = (SsdCounters, ColdCounters, SharedCounters, RecoveryCounters)
+    of_parts = {f"{part.__name__} {k}": v for part in parts for k, v in texts_of(part).items()}
+    assert len(of_parts) > 20
+    for name, text in (described() | of_parts).items():
+        assert text, name
+        assert text != name.removeprefix("kvcast_agent_")
+        assert text == " ".join(text.split()), name
+        assert not text[0].islower() or name.startswith("kvcast_namespace_"), f"{name}: {text}"
+        assert not re.match(r"(Of (them|these)|Those|Such|Whose|For|By|From)\b", text), text
+        assert not text.endswith((";", ",")), text
+
+
+def test_no_text_is_of_a_metric_that_there_is_not() -> None:
+    core = core_of([])
+    known = core.values().keys() | core.metrics.histograms().keys()
+    assert core.reads.courier is None
+    said = {name for name in texts_of_agent(core) if not name.startswith("courier_")}
+    # Two dictionaries, which are told by their keys.
+    assert said - known == {"misses", "requester_missed_total"}
