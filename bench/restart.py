@@ -35,13 +35,13 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from kvcast.bench.usage import children_of
 from kvcast.controller.core.placement import place
 from kvcast.hostagent.client import AsyncClient, Client, KvcastError
 from kvcast.protocol.messages.wire import bucket_of
 from kvcast.service.provenance import provenance
 from kvcast.service.reports import add_json, report_to, say
 from kvcast.service.values import number, parse_size, whole_number
-from kvcast.topologies.part import Part
 from kvcast.topologies.pool import Pool, PoolError, PoolOptions
 from kvcast.topologies.star import Star
 from kvcast.workloads import content
@@ -67,11 +67,6 @@ _BETWEEN_TRIALS_S: Final = 1.5
 def key_of(number: int, tag: int) -> bytes:
     """The `number`-th key of a run; keys lie in all buckets alike."""
     return ((tag << 64) | (number << 10) | number % 1024).to_bytes(16, "big")
-
-
-def children_of(pid: int) -> list[int]:
-    """The processes that a process has started and that run."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 # --- restart --------------------------------------------------------------------------------------
@@ -287,22 +282,6 @@ async def _missing(path: Path, namespace: int, keys: Sequence[bytes]) -> int:
     return missing
 
 
-async def replace_agent(pool: Pool, name: str, round_: int) -> float:
-    """Start an agent that takes over; milliseconds from then until the old one is gone."""
-    old = pool.parts[name]
-    new = Part(
-        name,
-        [*old.command, "--takeover"],
-        log_path=old.log_path.with_suffix(f".upgrade-{round_}.log"),
-    )
-    begun = time.perf_counter()
-    await new.start()
-    await new.wait_ready(30.0)
-    await asyncio.wait_for(old.wait(), 30.0)
-    pool.parts[name] = new
-    return (time.perf_counter() - begun) * 1e3
-
-
 async def upgrade(rounds: int) -> dict[str, Any]:
     """Replace every agent `rounds` times under load."""
     options = PoolOptions(replicas=0, arena_bytes=256 << 20, agent_flags=("--arena-keep",))
@@ -310,10 +289,12 @@ async def upgrade(rounds: int) -> dict[str, Any]:
         namespace, keys = await _filled(pool, UPGRADE_BLOCKS)
         took_ms = []
         async with Load(pool, namespace, keys).running() as load:
-            for round_ in range(rounds):
+            for _ in range(rounds):
                 for host in pool.star.hosts:
                     await asyncio.sleep(0.5)
-                    took_ms.append(await replace_agent(pool, host.node_id, round_))
+                    begun = time.perf_counter()
+                    await pool.take_over(host.node_id)
+                    took_ms.append((time.perf_counter() - begun) * 1e3)
                     say(f"  {host.node_id} was upgraded in {took_ms[-1]:.0f} ms")
             await asyncio.sleep(0.5)
         lost = 0

@@ -38,6 +38,14 @@ def usage(pid: int | str) -> Usage | None:
     return Usage(int(found[b"RssAnon"]) / 1024, descriptors, int(found[b"Threads"]))
 
 
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started and that run; none where it is gone."""
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
 def anonymous_mib(pid: int | str) -> float:
     """The memory of a process that runs; ProcessLookupError if it does not."""
     taken = usage(pid)

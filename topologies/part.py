@@ -71,7 +71,7 @@ class Part:
         self.log_path = log_path
         self.ready: dict[str, Any] = {}
         self.starts = 0
-        self._environment = dict(environment) if environment is not None else None
+        self.environment = dict(environment) if environment is not None else None
         self._announces = announces
         self._process: asyncio.subprocess.Process | None = None
         self._log_start = 0
@@ -103,7 +103,7 @@ class Part:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self._environment,
+                env=self.environment,
                 preexec_fn=die_with_parent(),
                 start_new_session=True,  # a Ctrl-C at the terminal is the parent's to handle
             )

@@ -439,6 +439,32 @@ class Pool:
         except PartError as error:
             raise PoolError(str(error)) from error
 
+    async def take_over(self, name: str, timeout_s: float = 30.0) -> None:
+        """Start an agent that takes over from the one that runs, which has to keep its arena; waits
+        until the new one is ready and the old one is gone. PoolError, and the old one stays."""
+        old = self.parts[name]
+        command = [word for word in old.command if word != "--takeover"]
+        new = Part(
+            name,
+            [*command, "--takeover"],
+            log_path=old.log_path,
+            environment=old.environment,
+        )
+        try:
+            await new.start()
+            await new.wait_ready(timeout_s)
+            self.parts[name] = new
+            await asyncio.wait_for(old.wait(), timeout_s)
+        except (PartError, TimeoutError) as error:
+            raise PoolError(
+                f"{name} was not taken over: {error or 'the old agent stays'}"
+            ) from error
+        finally:
+            if self.parts[name] is old:
+                await new.kill()
+            elif old.running:
+                await old.kill()
+
     def check_alive(self, *, except_for: frozenset[str] = frozenset()) -> None:
         """PoolError with the log's tail if a part that should run does not."""
         for name, part in self.parts.items():
