@@ -53,10 +53,13 @@ printed, and one that does not come out fails the bench."""
 
 _SOAK = """\
 --what pool: a whole pool under load and faults for as long as you like: does anything grow, hang,
-sink, or come back wrong? Parts are killed and stopped, clients die with pins, frames are lost,
-hostile frames and bytes go into every entry point, an operator makes namespaces and pins; a seeded
-plan says when. The load is the demo's mix, without end, as fast as this machine allows; every byte
-is checked.
+sink, or come back wrong? Parts are killed and stopped, nodes are drained and taken back, or go and
+join anew, agents are replaced by others over the arena that they keep, clients die with pins,
+frames are lost, hostile frames and bytes go into every entry point, an operator makes namespaces
+and pins. Below DRAM are further arenas, disks and an object store; namespaces have policies of
+their own, and one lives by age. The seed says what is where, and what strikes when. The load is the
+demo's mix, without end, as fast as this machine allows; every byte is checked, and while blocks
+move from node to node, no get of some that must be there may fail.
 
 Of every process: memory of its own (MiB), descriptors, threads. Of the load: hit rate = blocks that
 came / blocks that a pool which loses and evicts nothing would have held, wrong bytes, blocks a
@@ -72,7 +75,8 @@ examples:
   kvcast bench soak --what switch --frames 100000000
 soak.png in --out shows memory, descriptors and threads by part, hit rate, and the faults as marks;
 --out keeps the logs, too. A process is judged for growth if it lived for 15 minutes; so that takes
-about 20 minutes for the switch and half of the agents, and 40 for the controller."""
+about 20 minutes for the switch and half of the agents, and 40 for the controller. In less than 10
+minutes the tiers are still filling, and the hit rate sinks for that alone."""
 
 
 _SOAK_OUT = Path("kvcast-soak")
@@ -345,6 +349,18 @@ def _print_soak(report: dict[str, Any]) -> None:
         f"fetches (median of windows): {fetches}",
         highlight=False,
     )
+    print("from: " + ", ".join(f"{tier} {n:,}" for tier, n in report["hits"].items()))
+    parameters = report["parameters"]
+    for node, tiers in parameters["tiers"].items():
+        keeps = ["keeps its arena"] if node in parameters["arenas_kept"] else []
+        print(f"{node}: {', '.join(['DRAM', *tiers, *keeps])}")
+    for settings in parameters["namespaces"]:
+        print("namespace: " + ", ".join(f"{name} {value}" for name, value in settings.items()))
+    for kind, took in report["moves"].items():
+        if took["count"]:
+            print(f"{kind}: median {took['median_s']:g} s, longest {took['longest_s']:g} s")
+    print("witness: " + ", ".join(f"{what} {n:,}" for what, n in report["witness"].items()))
+    print(f"objects deleted from the object store: {report['objects_deleted']:,}")
     faults = [(kind, f"{count:,}") for kind, count in report["faults"].items()]
     console.print(table_of(("kind", "times"), faults, title="faults", left=("kind",)))
     criteria = [

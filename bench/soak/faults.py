@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import re
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from kvcast.bench.hostile import bound_socket, bytes_waiting, discard
 from kvcast.bench.hostile_bytes import hostile_frames, http_stream, local_stream
@@ -32,6 +35,8 @@ from kvcast.bench.hostile_streams import (
 from kvcast.bench.replay import NodeLink
 from kvcast.bench.soak import plan as kinds
 from kvcast.bench.soak.plan import Fault
+from kvcast.bench.soak.witness import Witness
+from kvcast.bench.usage import children_of, usage
 from kvcast.hostagent.client import KvcastError
 from kvcast.topologies.part import Part, PartError
 from kvcast.topologies.pool import Pool, PoolError
@@ -49,6 +54,11 @@ _NAMES = 150
 _TRIES = 15
 _AGAIN_S = 1.0
 _RESTART_S = 90.0
+_GONE_WITHIN_S = 10.0
+_OPERATORS_PATIENCE_S = 60.0
+_LAPSE_S = 2.0
+"""An agent that is away for so long may count as dead: it renews its lease about once a second."""
+_RECOVERED_WITHIN_S = 30.0
 _CLIENT_READY_S = 20.0
 
 
@@ -62,9 +72,27 @@ class Strike:
     ended_s: float
 
 
+def moves_of(strikes: Sequence[Strike]) -> dict[str, dict[str, Any]]:
+    """By kind of move, how many there were and how long they took in seconds, with the looks at
+    what became of the blocks."""
+    took_s = {
+        kind: sorted(s.ended_s - s.began_s for s in strikes if s.kind == kind)
+        for kind in kinds.MOVES
+    }
+    return {
+        kind: {
+            "count": len(times),
+            "median_s": round(times[len(times) // 2], 1) if times else None,
+            "longest_s": round(times[-1], 1) if times else None,
+        }
+        for kind, times in took_s.items()
+    }
+
+
 class Faults:
     """The faults of one soak. `recent()` gives namespaces and keys of blocks that are being read,
-    the latest last."""
+    the latest last; `patient` are links of the witness's own; `files` by node id are what it has
+    below its DRAM."""
 
     def __init__(
         self,
@@ -73,6 +101,8 @@ class Faults:
         attacker: Host,
         seed: int,
         recent: Callable[[], Sequence[tuple[int, bytes]]],
+        patient: Sequence[NodeLink],
+        files: Mapping[str, Sequence[Path]],
     ) -> None:
         assert isinstance(pool.network, TunnelNetwork)
         self.counts: Counter[str] = Counter()
@@ -85,6 +115,8 @@ class Faults:
         self.problems: list[str] = []
         self.away: set[str] = set()
         """Parts that are dead or stopped on purpose."""
+        self.claimed: set[str] = set()
+        """Agents that one fault has for itself at the moment."""
         self._pool = pool
         self._network = pool.network
         self._links = list(links)
@@ -93,7 +125,12 @@ class Faults:
         self._hostile_rng = random.Random(seed)
         self._rng = random.Random(f"faults/{seed}")
         self._recent = recent
+        self._files = files
+        self._went: dict[str, float] = {}
         self._returned: dict[str, float] = {}
+        self._lapsed_at = -float("inf")
+        """When an agent was last away for `_LAPSE_S`."""
+        self.witness = Witness(pool, patient, self._hosts, seed, self.undisturbed, self.lapsed)
         self._began = 0.0
         self._clients = 0
 
@@ -102,6 +139,14 @@ class Faults:
     def undisturbed(self, part: str, since: float) -> bool:
         """Whether that part was neither dead nor stopped since then (of time.monotonic)."""
         return part not in self.away and self._returned.get(part, 0.0) < since
+
+    def lapsed(self, since: float) -> bool:
+        """Whether an agent may have counted as dead since then (of time.monotonic)."""
+        now = time.monotonic()
+        agents = [host.node_id for host in self._hosts if host.node_id in self.away]
+        return self._lapsed_at >= since or any(
+            now - self._went[node] >= _LAPSE_S for node in agents
+        )
 
     def begin(self, now: float) -> None:
         """The soak's clock starts at `now` (of time.monotonic)."""
@@ -137,6 +182,9 @@ class Faults:
             kinds.KILL_AGENT: (self._kill, self._hosts[fault.node].node_id),
             kinds.KILL_SWITCH: (self._kill, "switch"),
             kinds.KILL_CONTROLLER: (self._kill, "controller"),
+            kinds.DRAIN_NODE: (self._drain, self._hosts[fault.node].node_id),
+            kinds.JOIN_NODE: (self._leave_and_join, self._hosts[fault.node].node_id),
+            kinds.TAKE_OVER: (self._take_over, self._hosts[fault.node].node_id),
             kinds.STOP_AGENT: (self._stop, self._hosts[fault.node].node_id),
             kinds.STOP_SWITCH: (self._stop, "switch"),
             kinds.STOP_CONTROLLER: (self._stop, "controller"),
@@ -151,7 +199,7 @@ class Faults:
             kinds.REMOVE_PINS: (self._remove_pins, "controller"),
             kinds.DROP_BLOCKS: (self._drop_blocks, self._hosts[fault.node].node_id),
         }[fault.kind]
-        if target in self.away:
+        if target in self.away or target in self.claimed:
             self.left_out[fault.kind] += 1
             return False
         try:
@@ -162,7 +210,7 @@ class Faults:
             if fault.kind in kinds.DISRUPTIVE:
                 self.problems.append(f"{fault.kind} ({target}): {error}")
             self.left_out[fault.kind] += 1
-            return False
+            return fault.kind in kinds.MOVES  # which it was given time enough to do
         if not counted:  # there was nothing to do it to
             self.left_out[fault.kind] += 1
             return False
@@ -174,17 +222,26 @@ class Faults:
     # --- parts --------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def _without(self, part: str) -> AsyncIterator[None]:
+    async def _without(self, part: str, *, drained: bool = False) -> AsyncIterator[None]:
+        """`drained`: others have its blocks, and nothing is lost with it."""
+        self._went[part] = float("inf") if drained else time.monotonic()
         self.away.add(part)
         try:
             yield
         finally:
             self.away.discard(part)
-            self._returned[part] = time.monotonic()
+            now = self._returned[part] = time.monotonic()
+            if now - self._went[part] >= _LAPSE_S and part not in ("switch", "controller"):
+                self._lapsed_at = now
 
     async def _kill(self, fault: Fault, part: str) -> int:
         async with self._without(part):
+            children = self._children(part)
             await self._pool.kill(part)
+            for child in children:  # of an agent that keeps its arena: the agent itself
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            await self._gone(part, children)
             until = time.monotonic() + fault.lasts_s
             with contextlib.suppress(OSError):
                 if part == "switch":
@@ -206,12 +263,124 @@ class Faults:
 
     async def _stop(self, fault: Fault, part: str) -> int:
         async with self._without(part):
+            children = self._children(part)
             self._pool.pause(part)
+            self._signal(children, signal.SIGSTOP)
             try:
                 await asyncio.sleep(fault.lasts_s)
             finally:
                 self._pool.resume(part)
+                self._signal(children, signal.SIGCONT)
         return 1
+
+    def _children(self, part: str) -> list[int]:
+        """The processes that a part has started: of an agent that keeps its arena, the agent."""
+        pid = self._pool.parts[part].pid
+        return [] if pid is None else children_of(pid)
+
+    def _signal(self, pids: Sequence[int], number: signal.Signals) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    async def _gone(self, part: str, children: Sequence[int]) -> None:
+        until = time.monotonic() + _GONE_WITHIN_S
+        while any(usage(child) is not None for child in children):
+            if time.monotonic() > until:
+                raise PoolError(f"{part}: what it has started lives after it")
+            await asyncio.sleep(0.02)
+
+    # --- what moves ---------------------------------------------------------------------------
+
+    async def _drain(self, fault: Fault, node: str) -> int:
+        """Others have a node's blocks, and then the node has them again."""
+        async with self.witness.while_moving(f"{fault.kind} ({node})") as watched:
+            async with self._drained(node):
+                await watched.look()
+                await asyncio.sleep(fault.lasts_s)
+            await watched.look()
+        return 1
+
+    @contextlib.asynccontextmanager
+    async def _drained(self, node: str) -> AsyncIterator[None]:
+        """At first a node is drained; at the end it has its buckets again."""
+        try:
+            await self._ask("POST", "/v1/drain", {"node_id": node})
+            await self.witness.settled(node, placed=False)
+            for each in (await self._ask("GET", "/v1/status"))["nodes"]:
+                if each["node_id"] == node and each["handover"]["failed"]:
+                    raise PoolError(f"blocks could not be handed over: {each['handover']}")
+            yield
+        except Exception:
+            await self._ask("DELETE", "/v1/drain", {"node_id": node})
+            raise
+        await self._ask("DELETE", "/v1/drain", {"node_id": node})
+        await self.witness.settled(node)
+
+    @contextlib.asynccontextmanager
+    async def _claim(self, node: str) -> AsyncIterator[None]:
+        """No other fault touches that agent until the end."""
+        while node in self.away:  # noqa: ASYNC110 - whose end nobody announces
+            await asyncio.sleep(0.05)
+        self.claimed.add(node)
+        try:
+            yield
+        finally:
+            self.claimed.discard(node)
+
+    async def _leave_and_join(self, fault: Fault, node: str) -> int:
+        """A drained node goes for good, and one of its name comes that has nothing."""
+        async with self.witness.while_moving(f"{fault.kind} ({node})") as watched:
+            async with (
+                self._drained(node),
+                self._claim(node),
+                self._without(node, drained=True),
+            ):
+                children = self._children(node)
+                await self._pool.parts[node].stop()
+                await self._gone(node, children)
+                for path in self._files_of(node):
+                    path.unlink(missing_ok=True)
+                try:
+                    await watched.look()
+                    await asyncio.sleep(fault.lasts_s)
+                finally:
+                    await self._pool.restart(node, _RESTART_S)
+                await self.witness.has_map(node)
+            await watched.look()
+        return 1
+
+    def _files_of(self, node: str) -> list[Path]:
+        arenas = [path for path in self._pool.arenas if f"-{node}.arena" in path.name]
+        return [*arenas, *self._files.get(node, ())]
+
+    async def _take_over(self, fault: Fault, node: str) -> int:
+        """Another agent serves what is in the arena, and nobody notices."""
+        async with self.witness.while_moving(f"{fault.kind} ({node})") as watched:
+            async with self._claim(node), watched.kept_by(node):
+                await self._pool.take_over(node, _RESTART_S)
+                await self._recovered(node)
+            await watched.look()
+        return 1
+
+    async def _recovered(self, node: str) -> None:
+        """Wait until an agent has checked what it found in its arena."""
+        until = time.monotonic() + _RECOVERED_WITHIN_S
+        while (await self.witness.counters(node))["recovery_left"]:
+            if time.monotonic() > until:
+                raise PoolError(f"not all is checked after {_RECOVERED_WITHIN_S:g} s")
+            await asyncio.sleep(0.1)
+
+    async def _ask(self, method: str, path: str, body: Any = None) -> Any:
+        """As an operator, who tries again while the controller is stopped or has too much to do."""
+        until = time.monotonic() + _OPERATORS_PATIENCE_S
+        while True:
+            try:
+                return await self._pool.http(method, path, body)
+            except (OSError, PoolError):
+                if time.monotonic() > until:
+                    raise
+            await asyncio.sleep(_AGAIN_S)
 
     # --- clients ------------------------------------------------------------------------------
 

@@ -31,13 +31,17 @@ _STUCK_S = 240.0
 _REMEMBERED_BLOCKS = 60_000
 """Some minutes of writing: nothing older is asked for again."""
 _RECENT_BLOCKS = 64
+_FEWER = 4
+"""While blocks move, the most requests in flight are so many times fewer."""
+_PAUSE_S = 0.02
 
 
 class Load:
     """Plays requests until it is stopped.
 
     `undisturbed(node, since)`: whether that node's agent has run without a pause since then (of
-    time.monotonic).
+    time.monotonic). `moving()`: whether blocks are handed over; then fewer requests are in flight,
+    for on a machine that has nothing to spare blocks would come faster than they are handed over.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Load:
         node_ids: Sequence[str],
         options: ReplayOptions,
         undisturbed: Callable[[int, float], bool],
+        moving: Callable[[], bool],
     ) -> None:
         self.recent: deque[tuple[int, bytes]] = deque(maxlen=_RECENT_BLOCKS)
         """Namespaces and keys of blocks that were asked for lately."""
@@ -58,6 +63,7 @@ class Load:
         self._requests = iter(requests)
         self._options = options
         self._undisturbed = undisturbed
+        self._moving = moving
         self._player = Player(links, node_ids, options)
         self._ideal = IdealPool(_REMEMBERED_BLOCKS)
         self._slots = asyncio.Semaphore(options.in_flight)
@@ -83,6 +89,8 @@ class Load:
         try:
             while True:
                 await self._slots.acquire()
+                while self._is_too_much():  # noqa: ASYNC110 - ends with any of many requests
+                    await asyncio.sleep(_PAUSE_S)
                 request = next(self._requests)
                 task = asyncio.create_task(self._play(request, self._ideal.reads(request)))
                 self._under_way[request.number] = (task, time.monotonic())
@@ -94,6 +102,9 @@ class Load:
                 self.hung += [f"a request, for more than {_STUCK_S:g} s" for _ in late]
                 for task in late:
                     task.cancel()
+
+    def _is_too_much(self) -> bool:
+        return self._moving() and _FEWER * len(self._under_way) >= self._options.in_flight
 
     def cut(self) -> Window:
         """End a window and begin the next one."""

@@ -38,8 +38,14 @@ class SoakOptions(SeededOptions):
     arena_bytes: int = size(
         "memory of each agent for blocks; small, so that it evicts all the time", default=32 << 20
     )
-    disk_bytes: int = 64 << 20
-    """Disk tier of every other agent, a file in the temporary folder; 0 = none has one."""
+    disk_bytes: int = 32 << 20
+    """Disk tier of the agents that have one, a file in the temporary folder; 0 = none has one."""
+    further_arena_bytes: int = 32 << 20
+    """The same of a further arena."""
+    object_bytes: int = 128 << 20
+    """What the object store, a folder there, keeps: beyond it the oldest objects are deleted."""
+    in_flight: int = 8
+    """Requests at once for each node."""
     bounds: Bounds = field(default_factory=Bounds)
     plan: dict[str, list[Fault]] | None = None
     """None: by the seed."""

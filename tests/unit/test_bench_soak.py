@@ -7,15 +7,18 @@ not. Cannot see: a pool (tests/integration/test_pool_soak.py).
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from kvcast.bench.soak import plan as soak_plan
-from kvcast.bench.soak.plan import allowed, plan, spared
+from kvcast.bench.soak.plan import allowed, keepers, lower_tiers, plan, settings_of, spared
+from kvcast.bench.soak.pool import delete_oldest
 from kvcast.bench.soak.verdict import (
     Bounds,
     Criterion,
@@ -30,6 +33,7 @@ from kvcast.bench.soak.verdict import (
 )
 from kvcast.bench.soak.watch import Life, Watch
 from kvcast.bench.usage import Usage, usage
+from kvcast.protocol.messages.control import POLICIES
 from kvcast.workloads.generators import WorkloadOptions, generate
 
 HOUR_S = 3600.0
@@ -190,8 +194,10 @@ def test_an_hours_plan_has_every_kind_and_spares_who_has_to_live(seed: int, node
     for fault in faults:
         assert 0 <= fault.at_s < HOUR_S
         assert 0 <= fault.node < nodes
-        if fault.kind == soak_plan.KILL_AGENT:
+        if fault.kind in (soak_plan.KILL_AGENT, soak_plan.JOIN_NODE, soak_plan.TAKE_OVER):
             assert fault.node >= spared(nodes)
+        if fault.kind == soak_plan.TAKE_OVER:
+            assert fault.node in keepers(seed, nodes)
         if fault.kind == soak_plan.KILL_SWITCH:
             assert fault.at_s < 720
         if fault.kind == soak_plan.KILL_CONTROLLER:
@@ -205,11 +211,49 @@ def test_an_hours_plan_has_every_kind_and_spares_who_has_to_live(seed: int, node
     assert plan(seed + 100, HOUR_S, nodes) != lanes
 
 
+def test_soaks_draw_from_all_tiers_policies_and_keepers() -> None:
+    seen: set[str] = set()
+    for seed in range(20):
+        tiers = lower_tiers(seed, 6)
+        assert {*tiers} == {*soak_plan.LOWER}
+        settings = settings_of(seed, 5)
+        assert sum(s["policy"] == "ttl" and s["ttl_s"] > 0 for s in settings) == 1
+        assert 0 < sum("cold" in s.get("media", ()) for s in settings) < 5
+        seen |= {s["policy"] for s in settings}
+        assert lower_tiers(seed, 6) == tiers
+        assert settings_of(seed, 5) == settings
+    assert seen == {*POLICIES}
+    assert len({tuple(lower_tiers(seed, 6)) for seed in range(20)}) > 10
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 6, 31])
+def test_some_keep_their_arena_and_one_of_them_may_be_replaced(nodes: int) -> None:
+    for seed in range(20):
+        kept = keepers(seed, nodes)
+        assert kept == sorted({*kept})
+        assert any(node >= spared(nodes) for node in kept)
+        assert len(kept) < nodes
+
+
 def test_switch_and_controller_have_long_lives_in_any_soak() -> None:
     for kind, first in ((soak_plan.KILL_SWITCH, 0), (soak_plan.KILL_CONTROLLER, 40)):
         times = [at for at in range(100) if allowed(kind, at, 100.0)]
         assert times == list(range(first, first + 20))
     assert all(allowed(soak_plan.KILL_AGENT, at, 100.0) for at in range(100))
+
+
+# --- the object store ---------------------------------------------------------------------------
+
+
+def test_the_oldest_objects_are_deleted_until_the_rest_fits(tmp_path: Path) -> None:
+    for number in range(6):
+        path = tmp_path / f"folder-{number % 2}" / f"object-{number}"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes(100))
+        os.utime(path, (1000 + number, 1000 + number))
+    assert delete_oldest(tmp_path, 600) == 0
+    assert delete_oldest(tmp_path, 250) == 4
+    assert {path.name for path in tmp_path.rglob("object-*")} == {"object-4", "object-5"}
 
 
 # --- watch --------------------------------------------------------------------------------------
