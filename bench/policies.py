@@ -206,6 +206,17 @@ def hits_of_belady(trace: Trace, slots: int) -> list[bool]:
     return hits
 
 
+def why_no_peer() -> str | None:
+    """Why libCacheSim cannot run here, if it cannot."""
+    try:
+        import_module("libcachesim")
+    except ModuleNotFoundError:
+        return "libcachesim is not installed (extra `policies`)"
+    except ImportError as error:  # it links GLib
+        return f"libcachesim cannot be loaded: {error} (Debian: libglib2.0-0)"
+    return None
+
+
 def _hits_of_peer(name: str, trace: Trace, slots: int) -> list[bool]:
     peer = import_module("libcachesim")
     cache = getattr(peer, PEERS[name])(slots)
@@ -257,10 +268,7 @@ def measure(
     report: dict[str, Any],
 ) -> None:
     """Fill in the report: every policy at every size, and beside it the peer, if it is there."""
-    try:
-        version = metadata.version("libcachesim")
-    except metadata.PackageNotFoundError:
-        version = None
+    missing = why_no_peer()
     report |= {
         "trace": trace.name,
         "prompts": trace.lookups[-1].prompt + 1,
@@ -268,8 +276,8 @@ def measure(
         "working_set_blocks": trace.working_set_blocks,
         "tokens_a_block": trace.tokens_a_block,
         "ttl_s": ttl_s,
-        "peer": f"libcachesim {version}" if version else None,
-        "peer_missing": None if version else "libcachesim is not installed (extra `policies`)",
+        "peer": None if missing else f"libcachesim {metadata.version('libcachesim')}",
+        "peer_missing": missing,
         "peer_max_difference_points": None,
         "results": [],
         "provenance": provenance.provenance(),
@@ -292,7 +300,7 @@ def measure(
             **{f"hit_rate_{of}": round(rate, 4) for of, rate in rates.items()},
             "microseconds_a_lookup": round(1e6 * took_s / len(trace.lookups), 3),
         }
-        if version and _can_be_asked(name, slots):
+        if not missing and _can_be_asked(name, slots):
             theirs = rates_of(trace, _hits_of_peer(name, trace, slots))
             row |= {f"peer_hit_rate_{of}": round(theirs[of], 4) for of in ("requests", "bytes")}
             row["peer_note"] = _note(name, slots)

@@ -6,7 +6,6 @@ trace is like anybody's load.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -104,6 +103,28 @@ def test_a_trace_that_is_not_there_is_an_error_and_no_traceback(
     assert "none" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ModuleNotFoundError("No module named 'libcachesim'"), "not installed"),
+        (ImportError("libglib-2.0.so.0: cannot open"), "Debian: libglib2.0-0"),
+    ],
+)
+def test_a_peer_that_cannot_be_loaded_is_left_out_and_the_report_says_why(
+    error: ImportError, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(bench, "import_module", fails)
+    path = tmp_path / "report.json"
+    assert bench.main(["--workload", "chat", "--requests", "20", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["peer"] is None
+    assert said in report["peer_missing"]
+    assert not any("peer_difference_points" in row for row in report["results"])
+
+
 def test_report_has_every_policy_at_every_size_and_nobody_beats_belady(tmp_path: Path) -> None:
     report_path = tmp_path / "report.json"
     arguments = ["--workload", "mix", "--requests", "300", "--json", str(report_path)]
@@ -118,10 +139,7 @@ def test_report_has_every_policy_at_every_size_and_nobody_beats_belady(tmp_path:
     assert report_path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("libcachesim") is None,
-    reason="libcachesim (extra policies) is not here",
-)
+@pytest.mark.skipif(bench.why_no_peer() is not None, reason=str(bench.why_no_peer()))
 def test_policies_that_libcachesim_has_too_hit_as_its_do(tmp_path: Path) -> None:
     for workload in ("mix", "chat"):
         report_path = tmp_path / f"{workload}.json"

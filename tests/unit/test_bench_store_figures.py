@@ -143,6 +143,7 @@ def test_a_disk_that_fio_cannot_use_gives_no_figure(
 ) -> None:
     monkeypatch.setattr(ssd, "ROUNDS", 1)
     monkeypatch.setattr(ssd, "_fio", lambda *_: 0.0)
+    monkeypatch.setattr(ssd, "_version_of_fio", lambda: "fio-3")
     monkeypatch.setattr(shutil, "which", lambda _: "/usr/bin/fio")
     words = ["--folder", str(tmp_path), "--block-bytes", "4KiB", "--size-bytes", "1MiB"]
     assert ssd.main(words) == 1

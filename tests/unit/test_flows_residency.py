@@ -138,7 +138,7 @@ def test_a_block_that_is_let_in_answers_from_the_read_after_its_fill() -> None:
     assert residency.as_a_switch_fills(reads, hits).tolist() == [False] * 2 + [True] + [False] * 4
 
 
-@pytest.mark.skipif(not residency.others(), reason="libcachesim is not installed")
+@pytest.mark.skipif(not residency.others(), reason="libcachesim cannot be imported")
 def test_another_policy_hears_of_reads_when_the_controller_does() -> None:
     lru, reads = residency.told_as_late("LRU"), stream([0] * 8, step_s=0.3)
     # The third read raises a digest, which comes in before the fourth: that fills.
