@@ -421,10 +421,14 @@ def _default_paths() -> list[str]:
 
 def _remove_left(folder: str) -> None:
     """Unlink the arenas, and their indexes, that this user's dead processes have left under the
-    names that `_default_paths` gives."""
-    ours = re.compile(rf"kvcast-{os.getuid()}-\d+\.arena(\.index)?")
+    names that `_default_paths` gives. Those of processes that live are not touched: one that is
+    just being made has no lock yet."""
+    ours = re.compile(rf"kvcast-{os.getuid()}-(\d+)\.arena(\.index)?")
     with contextlib.suppress(OSError):
-        for name in filter(ours.fullmatch, os.listdir(folder)):
+        for name in os.listdir(folder):
+            found = ours.fullmatch(name)
+            if found is None or os.path.exists(f"/proc/{found[1]}"):
+                continue
             with contextlib.suppress(OSError, ArenaError):
                 _remove_stale(os.path.join(folder, name))
 

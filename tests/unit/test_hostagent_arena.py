@@ -390,6 +390,19 @@ def test_a_live_agents_arena_is_not_taken_and_a_dead_ones_is_replaced(
     arena.close()
 
 
+def test_what_a_process_that_lives_is_just_making_stays_though_it_is_not_locked_yet() -> None:
+    path = f"/dev/shm/kvcast-{os.getuid()}-{os.getppid()}.arena"
+    if os.path.exists(path):
+        pytest.skip("the process above this one has an arena")
+    with open(path, "xb"):
+        pass
+    try:
+        ArenaFile(1 << 20).close()
+        assert os.path.exists(path)
+    finally:
+        os.unlink(path)
+
+
 def test_what_a_killed_agent_left_under_a_name_of_its_own_goes_when_another_starts() -> None:
     """Its name has its process's number in it, so nobody would ever replace it."""
     code = (
