@@ -91,6 +91,9 @@ class Listener:
     async def close(self) -> None:
         """Stop listening, and end the handshakes that have not ended."""
         tasks = [*self._accepting, *self._handshakes]
+        loop = asyncio.get_running_loop()
+        for sock in self._sockets:
+            loop.remove_reader(sock)  # asyncio would accept in this very moment, for who is gone
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

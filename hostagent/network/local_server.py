@@ -181,6 +181,8 @@ class LocalServer:
             self.cut_off_holders |= waiting.end()
         if self._socket is None or self._accepting is None:
             return
+        # As `service.listener`: asyncio would accept in this very moment.
+        asyncio.get_running_loop().remove_reader(self._socket)
         for task in (self._accepting, *self._handshakes):
             task.cancel()
         await asyncio.gather(self._accepting, *self._handshakes, return_exceptions=True)
