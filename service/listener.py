@@ -90,13 +90,11 @@ class Listener:
 
     async def close(self) -> None:
         """Stop listening, and end the handshakes that have not ended."""
-        tasks = [*self._accepting, *self._handshakes]
-        loop = asyncio.get_running_loop()
-        for sock in self._sockets:
-            loop.remove_reader(sock)  # asyncio would accept in this very moment, for who is gone
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for sock, accepting in zip(self._sockets, self._accepting, strict=True):
+            stop_accepting(sock, accepting)
+        for handshake in self._handshakes:
+            handshake.cancel()
+        await asyncio.gather(*self._accepting, *self._handshakes, return_exceptions=True)
         self._accepting = []
         self._close_sockets()
 
@@ -227,6 +225,13 @@ def _listening(family: int, kind: int, proto: int, address: tuple[Any, ...]) -> 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> OSError:
     return OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}")
+
+
+def stop_accepting(listening: socket.socket, accepting: asyncio.Task[None]) -> None:
+    """Cancel a task that is in `sock_accept`. If somebody connects in the same round of the loop,
+    asyncio (Python 3.11) would accept for the cancelled future, and log that as an error."""
+    asyncio.get_running_loop().remove_reader(listening)
+    accepting.cancel()
 
 
 def _hang_up(connection: socket.socket) -> None:

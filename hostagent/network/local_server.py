@@ -43,6 +43,7 @@ from kvcast.hostagent.tiers.pin_region import PinRegion
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.framing import FramingError, MessageCodec
 from kvcast.protocol.messages.local import LOCAL_PROTOCOL_VERSION, MAX_LOCAL_MESSAGE_BYTES
+from kvcast.service.listener import stop_accepting
 
 log = logging.getLogger(__name__)
 
@@ -163,8 +164,9 @@ class LocalServer:
 
     async def rest(self, patience_s: float) -> None:
         """Take no more clients and no more requests, and wait until what was asked is answered."""
+        assert self._socket is not None
         assert self._accepting is not None
-        self._accepting.cancel()
+        stop_accepting(self._socket, self._accepting)
         loop = asyncio.get_running_loop()
         end = loop.time() + patience_s
         for client in self._clients:
@@ -181,10 +183,9 @@ class LocalServer:
             self.cut_off_holders |= waiting.end()
         if self._socket is None or self._accepting is None:
             return
-        # As `service.listener`: asyncio would accept in this very moment.
-        asyncio.get_running_loop().remove_reader(self._socket)
-        for task in (self._accepting, *self._handshakes):
-            task.cancel()
+        stop_accepting(self._socket, self._accepting)
+        for handshake in self._handshakes:
+            handshake.cancel()
         await asyncio.gather(self._accepting, *self._handshakes, return_exceptions=True)
         for client in list(self._clients):
             self.cut_off_holders |= client.end_session()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator
 
@@ -118,3 +119,17 @@ async def test_one_network_cannot_take_all_places_by_having_many_addresses() -> 
         assert listener._bound_met("2001:db8::3") == "connections_at_address_bound"
         assert listener._bound_met("2001:db8:0:1::3") is None
         listener._open.clear()
+
+
+async def test_who_connects_in_the_moment_in_which_a_listener_is_closed_leaves_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """asyncio would accept in the same round of the loop, behind what closes."""
+    listener = Listener(streams(_echo), Bounds(9, 9), count=lambda _name: None)
+    address = await listener.start("127.0.0.1", 0)
+    await asyncio.sleep(0.01)
+    with socket.create_connection(address):
+        await asyncio.sleep(0)  # what comes next runs before what the selector finds then
+        await listener.close()
+    await asyncio.sleep(0)
+    assert [record.getMessage() for record in caplog.records] == []
