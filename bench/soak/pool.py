@@ -65,7 +65,7 @@ from kvcast.bench.soak.verdict import (
 )
 from kvcast.bench.soak.watch import Watch, leftovers
 from kvcast.bench.usage import children_of
-from kvcast.hostagent.client import KvcastError
+from kvcast.hostagent.client import AsyncClient, KvcastError
 from kvcast.service import provenance
 from kvcast.topologies.pool import Pool, PoolError, PoolOptions
 from kvcast.topologies.star import Star
@@ -382,6 +382,12 @@ class _Soak:
         client = await self._links[0].client()
         namespace = await client.namespace("bench", "bench", "bench", f"{BLOCK_BYTES} bytes")
         keys = [chain(b"soak-end", number) for number in range(_LAST_BLOCKS)]
+        await self._put_and_read(found, client, namespace, keys)
+
+    async def _put_and_read(
+        self, found: _End, client: AsyncClient, namespace: int, keys: list[bytes]
+    ) -> None:
+        """What is put by one is got by all."""
         await client.put(namespace, {key: content.block_bytes(key, BLOCK_BYTES) for key in keys})
         for link in self._links:
             wrong = await wrong_bytes_of(link, namespace, keys)
@@ -397,11 +403,7 @@ class _Soak:
         await self._pool.http("PATCH", "/v1/namespaces", body)
         await asyncio.sleep(_HEARD_WITHIN_S)
         keys = [chain(b"soak-aged", number) for number in range(_LAST_BLOCKS)]
-        await client.put(namespace, {key: content.block_bytes(key, BLOCK_BYTES) for key in keys})
-        for link in self._links:
-            wrong = await wrong_bytes_of(link, namespace, keys)
-            found.unread += wrong.count(None)
-            found.wrong_bytes += sum(count or 0 for count in wrong)
+        await self._put_and_read(found, client, namespace, keys)
         await asyncio.sleep(1.5 * _LAST_TTL_S)  # it counts from the last use, at every node
         for link in self._links:
             wrong = await wrong_bytes_of(link, namespace, keys)
