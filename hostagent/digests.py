@@ -38,7 +38,7 @@ class DigestThreads:
             max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 4)), "kvcast-digests"
         )
         self._closed = False
-        core.writes.make_digests = self._make
+        core.make_digests = self._make
 
     def _make(self, now: float, blocks: list[memoryview], then: Digested) -> None:
         few = len(blocks) < COMMITTED_AT_ONCE and sum(map(len, blocks)) <= INLINE_BYTES

@@ -492,7 +492,7 @@ class SimAgent(Process):
             core.lane.send = self._send_jobs
         self._digesting = host.world.stream(f"digests/{host.number}/{host.lives}")
         if host.options.digests_later:
-            core.writes.make_digests = self._digest_later
+            core.make_digests = self._digest_later
         self.courier = _courier_of(host, core)
         """As the client's library asks it; None in a process that found what another has left."""
         self.courier_told: dict[int, Callable[[bytes], None]] = {}

@@ -15,7 +15,6 @@ from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.serving import Serving
 from kvcast.hostagent.core.store import Copy
-from kvcast.protocol.digests import Digested
 from kvcast.protocol.links.cards import LinkCard
 from kvcast.protocol.links.carriers import Carriers
 from kvcast.protocol.links.grants import Grants
@@ -79,8 +78,9 @@ class RdmaSide:
             core.serving.view,
             [LinkCard(self.card.max_transfer_bytes)],
             core.weight_of,
-            self._make_digests,
+            core.digest,
         )
+        self._link.wake = self._act_soon
         self._served = Watched(core.serving, acknowledged)
         self._pool: Pool | None = None
         self._calling: dict[RdmaConnection, tuple[StreamDriver, PairHolder]] = {}
@@ -111,13 +111,6 @@ class RdmaSide:
         core.outbox.calls.extend(others)
         self._link.ask(now, *ours)
         self._act_soon()
-
-    def _make_digests(self, now: float, blocks: list[memoryview], then: Digested) -> None:
-        def told(now: float, digests: list[int]) -> None:
-            then(now, digests)
-            self._act_soon()
-
-        self._core.writes.make_digests(now, blocks, told)
 
     def _act_soon(self) -> None:
         if not self._soon:

@@ -40,6 +40,7 @@ from kvcast.hostagent.tiers import policies
 from kvcast.hostagent.tiers.ledger import Ledger
 from kvcast.protocol.chains import keys_of
 from kvcast.protocol.conveyor import Given
+from kvcast.protocol.digests import Digested, MakeDigests, digests_at_once
 from kvcast.protocol.lane import Answered, Lane
 from kvcast.protocol.links.departures import Departures
 from kvcast.protocol.meetings import Meetings
@@ -182,7 +183,9 @@ class AgentCore:
         self.ahead_bytes = 0
         """How much of the arena clients were given for blocks that they have not named yet."""
         self.outbox = BulkOutbox()
-        self.writes = Writes(options.writes, store, memory, self.outbox, self.metrics)
+        self.make_digests: MakeDigests = digests_at_once
+        """Who makes digests for `digest`; an adapter may have threads for that."""
+        self.writes = Writes(options.writes, store, memory, self.outbox, self.metrics, self.digest)
         self.spread = Spread(rng)
         self.queries = Queries(store, self.outbox, self.spread.replicas_of)
         self.meetings = Meetings()
@@ -281,6 +284,10 @@ class AgentCore:
         """Those of them for which it was asked on this connection."""
         self._asked: dict[int, Found] = {}
         self._next_question = 1
+
+    def digest(self, now: float, blocks: list[memoryview], then: Digested) -> None:
+        """As `MakeDigests`, of what is put here by a message, and of what comes by RDMA."""
+        self.make_digests(now, blocks, then)
 
     @property
     def pool(self) -> Pool | None:

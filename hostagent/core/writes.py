@@ -33,7 +33,7 @@ from kvcast.hostagent.core.store import (
     StaleReservationError,
     Store,
 )
-from kvcast.protocol.digests import MakeDigests, digests_at_once
+from kvcast.protocol.digests import MakeDigests
 from kvcast.protocol.links.bulk import EVICTED, PutCall
 from kvcast.protocol.messages import bulk, local
 from kvcast.protocol.messages.wire import BlockId
@@ -96,16 +96,16 @@ class Writes:
         memory: memoryview,
         outbox: BulkOutbox,
         metrics: Metrics,
+        make_digests: MakeDigests,
     ) -> None:
         self._options = options
         self._store = store
         self._memory = memory
         self._outbox = outbox
         self._metrics = metrics
+        self._make_digests = make_digests
         self.replications = 0
         """Copies on their way or waiting for it."""
-        self.make_digests: MakeDigests = digests_at_once
-        """Of what is put here, and of what others bring by RDMA."""
         self.replicate_late: Callable[[BlockId, str], bool] = lambda _block, _node_id: False
         """Sends a block that has left DRAM to a node, later; False where it cannot be had."""
         self.was_pushed: Callable[[int, int], None] = lambda _namespace, _size_bytes: None
@@ -140,7 +140,7 @@ class Writes:
             positions = range(start, min(start + COMMITTED_AT_ONCE, len(copies)))
             if positions:
                 blocks = [self._bytes_of(copies[position]) for position in positions]
-                self.make_digests(now, blocks, lambda now, made: commit_some(now, positions, made))
+                self._make_digests(now, blocks, lambda now, made: commit_some(now, positions, made))
 
         if copies:
             go_on(now, 0)

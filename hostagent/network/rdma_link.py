@@ -18,7 +18,6 @@ from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.store import Copy
 from kvcast.hostagent.network.cards import Cards
-from kvcast.protocol.digests import Digested
 from kvcast.protocol.links.bulk import BulkCall, BulkOptions
 from kvcast.protocol.links.cards import LinkCard
 from kvcast.protocol.links.carriers import Carriers
@@ -63,8 +62,9 @@ class RdmaCalls:
             core.serving.view,
             cards.links,
             core.weight_of,
-            self._make_digests,
+            core.digest,
         )
+        self._link.wake = self._act_soon
         self._pool: Pool | None = None
         self._drivers: dict[RdmaConnection, tuple[ConnectingDriver, PairHolder]] = {}
         self._scratch = memoryview(bytearray(PIECE_BYTES))
@@ -91,13 +91,6 @@ class RdmaCalls:
         if card.problem:
             self._link.card_failed(asyncio.get_running_loop().time(), card)
             self._act_soon()
-
-    def _make_digests(self, now: float, blocks: list[memoryview], then: Digested) -> None:
-        def told(now: float, digests: list[int]) -> None:
-            then(now, digests)
-            self._act_soon()
-
-        self._core.writes.make_digests(now, blocks, told)
 
     def _act_soon(self) -> None:
         if not self._soon:

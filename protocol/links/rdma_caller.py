@@ -133,8 +133,7 @@ class _Peer:
 
 class RdmaCaller:
     """See the module's text. `view` gives the bytes of a put's copy, `weight_of` a namespace's
-    weight; `cards`: this node's. `make_digests` may tell them later: then there are instructions
-    after that."""
+    weight; `cards`: this node's."""
 
     def __init__(
         self,
@@ -148,6 +147,8 @@ class RdmaCaller:
     ) -> None:
         self.weight_of = weight_of
         self._make_digests = make_digests
+        self.wake: Callable[[], None] = lambda: None
+        """Told that there may be instructions, if not as the outcome of an event of ours."""
         self.node_id = node_id
         self.options = options
         self.counters = counters
@@ -313,6 +314,7 @@ class RdmaCaller:
 
         def made(_now: float, digests: list[int]) -> None:
             self._complete(call, bulk.DONE if digests == [digest] else bulk.WRONG_DIGEST)
+            self.wake()
 
         self._make_digests(now, [memory], made)
 

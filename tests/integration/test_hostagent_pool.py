@@ -14,12 +14,14 @@ import os
 import random
 import socket
 import stat
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hostagent_harness import MIB, key_of, mac_of, running_pool, until
+from kvcast.hostagent import digests
 from kvcast.hostagent.client import (
     AgentGoneError,
     Block,
@@ -118,6 +120,46 @@ async def test_a_put_reaches_home_and_replica_before_or_soon_after_it_is_acknowl
         await pool.holds(2, key_of(1))
         own = (await pool.clients[3].describe(1, [key_of(1)])).held
         assert [h.home for h in own] == [False]
+
+
+async def test_digests_of_large_puts_are_made_beside_the_agents_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by: list[threading.Thread] = []
+
+    def told(data: memoryview) -> int:
+        by.append(threading.current_thread())
+        return digest_of(data)
+
+    def roomy(options: Options) -> Options:
+        return replace(options, arena=replace(options.arena, size_bytes=16 * MIB))
+
+    monkeypatch.setattr(digests, "digest_of", told)
+    async with running_pool(tmp_path, 2, roomy) as pool:
+        blocks = {key_of(number): noise(number, 900_000) for number in range(1, 4)}
+        client = pool.clients[1]
+        with await client.reserve(1, {key: len(data) for key, data in blocks.items()}) as room:
+            for key, data in blocks.items():
+                room.views[key][:] = data
+            await client.commit(room, ack="local")
+        held = (await client.describe(1, list(blocks))).held
+        assert [block.digest for block in held] == list(map(digest_of, blocks.values()))
+    assert len(by) == len(blocks)
+    assert threading.main_thread() not in by
+
+
+async def test_who_connects_in_the_moment_in_which_an_agent_is_closed_leaves_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """asyncio would accept in the same round of the loop, behind what closes."""
+    async with running_pool(tmp_path, 1) as pool:
+        server = pool.agents[1]._local_server
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(server._options.socket_path)
+            await asyncio.sleep(0)  # what comes next runs before what the selector finds then
+            await server.close()
+        await asyncio.sleep(0)
+    assert [r.getMessage() for r in caplog.records if r.name == "asyncio"] == []
 
 
 async def test_concurrent_gets_of_one_block_make_one_fetch(tmp_path: Path) -> None:

@@ -30,9 +30,7 @@ class Put:
         self.node = node = Node(1, slabs=3 * count)
         node.take_map(pool_map([1]))
         self.waiting: list[tuple[list[memoryview], Digested]] = []
-        node.core.writes.make_digests = lambda _now, blocks, then: self.waiting.append(
-            (blocks, then)
-        )
+        node.core.make_digests = lambda _now, blocks, then: self.waiting.append((blocks, then))
         self.replies: list[local.AgentReply] = []
         self.session = Session(node.core, self.replies.append)
         self.data = [random.Random(n).randbytes(SLAB) for n in range(count)]
@@ -132,7 +130,7 @@ def test_digests_of_much_and_of_many_are_made_by_a_thread(
         threads = DigestThreads(node.core, lambda: pumped.append(None))
         made: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         blocks = list(map(memoryview, datas))
-        node.core.writes.make_digests(0.0, blocks, lambda _now, found: made.set_result(found))
+        node.core.make_digests(0.0, blocks, lambda _now, found: made.set_result(found))
         assert made.done() != by_thread
         found = await made
         await asyncio.sleep(0)
@@ -164,7 +162,7 @@ def test_nobody_looks_at_the_arena_or_hears_of_it_once_the_threads_were_closed(
     async def close() -> None:
         threads = DigestThreads(node.core, lambda: None)
         view = memoryview(bytes(INLINE_BYTES + 1))
-        node.core.writes.make_digests(0.0, [view], lambda *told: heard.append(told))
+        node.core.make_digests(0.0, [view], lambda *told: heard.append(told))
         assert await asyncio.to_thread(begun.wait, 10)
         threading.Timer(0.05, may_end.set).start()
         threads.close()

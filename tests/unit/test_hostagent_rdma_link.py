@@ -13,10 +13,13 @@ from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.network.cards import Cards
 from kvcast.hostagent.network.rdma_link import RdmaCalls, RdmaServer
 from kvcast.hostagent.tiers.arena import SLAB_BYTES, Allocator
-from kvcast.protocol.links.bulk import BulkOptions
+from kvcast.protocol.digests import Digested, digests_at_once
+from kvcast.protocol.links.bulk import BulkOptions, GetCall
 from kvcast.protocol.links.grants import Grant
 from kvcast.protocol.links.rdma import RdmaOptions
 from kvcast.protocol.links.rdma_callee import RdmaCallee
+from kvcast.protocol.messages.bulk import DONE
+from kvcast.protocol.messages.wire import BlockId, digest_of
 
 
 def core_asked(asked: list[int]) -> AgentCore:
@@ -39,6 +42,26 @@ def test_what_a_caller_asks_of_a_home_is_shared_by_the_agents_weights() -> None:
     calls = RdmaCalls(core_asked(asked), RdmaOptions(), Cards([]), lambda: None)
     assert calls._link.weight_of(5) == 1.0
     assert asked == [5]
+
+
+async def test_a_get_ends_when_whoever_makes_the_agents_digests_has_made_its() -> None:
+    core = core_asked([])
+    waiting: list[tuple[list[memoryview], Digested]] = []
+    core.make_digests = lambda _now, *asked: waiting.append(asked)
+    told: list[None] = []
+    calls = RdmaCalls(core, RdmaOptions(), Cards([]), lambda: told.append(None))
+    outcomes: list[str] = []
+    call = GetCall(
+        *(2, BlockId(1, bytes(16)), 0, 9.0, lambda *_: None, lambda _, how: outcomes.append(how))
+    )
+    calls._link.read(0.0, call, memoryview(b"abc"), digest_of(b"abc"))
+    await asyncio.sleep(0)
+    ((blocks, then),) = waiting
+    assert outcomes == []
+    digests_at_once(0.0, blocks, then)
+    await asyncio.sleep(0)
+    assert outcomes == [DONE]
+    assert told
 
 
 async def test_all_callers_of_a_home_share_one_bound_by_its_weights() -> None:

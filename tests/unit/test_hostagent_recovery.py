@@ -788,16 +788,16 @@ def test_a_commit_that_was_not_answered_ends_even_if_the_block_was_dropped_since
 class Putting:
     """A client has put blocks together, and waits for a home that does not answer (`TWO_NODES`)."""
 
-    def __init__(self, machine: Machine, numbers: list[int]) -> None:
+    def __init__(self, machine: Machine, numbers: list[int], size_bytes: int = SLAB_BYTES) -> None:
         self.machine = machine
         machine.core.control_message(0.0, TWO_NODES)
         self.guest = Guest(machine)
         keys = [block(number).key for number in numbers]
-        sizes = [SLAB_BYTES] * len(keys)
+        sizes = [size_bytes] * len(keys)
         self.extents = self.guest.ask(local.Alloc(1, 1, keys, sizes)).extents
         for number, extent in zip(numbers, self.extents, strict=True):
-            end = extent.offset + SLAB_BYTES
-            machine.memory[extent.offset : end] = content(number, SLAB_BYTES)
+            end = extent.offset + size_bytes
+            machine.memory[extent.offset : end] = content(number, size_bytes)
         assert self.commit() is None
 
     def commit(self) -> Any:
@@ -855,30 +855,32 @@ def test_of_blocks_put_together_the_next_agent_has_those_that_are_at_home_alread
     assert machine.store.held_bytes == 0
 
 
+class Digesting(Putting):
+    """The same, and the agent still makes digests, of which it is told by `make`."""
+
+    def __init__(self, machine: Machine, numbers: list[int]) -> None:
+        self.waiting: list[tuple[list[memoryview], Digested]] = []
+        machine.core.make_digests = lambda _now, *asked: self.waiting.append(asked)
+        super().__init__(machine, numbers, 4096)
+
+    def make(self) -> None:
+        ((blocks, then),) = self.waiting
+        self.waiting.clear()
+        digests_at_once(0.0, blocks, then)
+
+
 def test_of_blocks_put_together_those_are_safe_of_which_the_agent_has_made_digests() -> None:
     """The rooms of the first could be others', and free again, before it has made the next ones."""
     machine = Machine()
-    machine.core.control_message(0.0, TWO_NODES)
-    waiting: list[tuple[list[memoryview], Digested]] = []
-    machine.core.writes.make_digests = lambda _now, blocks, then: waiting.append((blocks, then))
-    guest = Guest(machine)
     numbers = [HERE * (each + 1) for each in range(COMMITTED_AT_ONCE + 1)]
-    keys = [block(number).key for number in numbers]
-    extents = guest.ask(local.Alloc(1, 1, keys, [4096] * len(keys))).extents
-    for number, extent in zip(numbers, extents, strict=True):
-        machine.memory[extent.offset : extent.offset + 4096] = content(number, 4096)
-    tickets = [extent.ticket for extent in extents]
-    assert guest.ask(local.Commit(2, tickets, "home")) is None
-    ((blocks, then),) = waiting
-    waiting.clear()
-    digests_at_once(0.0, blocks, then)
-    assert len(waiting) == 1  # the last one's, which never comes
+    putting = Digesting(machine, numbers)
+    putting.make()
+    assert len(putting.waiting) == 1  # the last one's, which never comes
     machine.fill(range(100, 112))
     for number in range(100, 112):
         machine.store.drop(block(number))
-    machine.start(kept=TWO_NODES)
-    guest.reborn(tickets)
-    assert guest.ask(local.Commit(2, tickets, "local")).blocks[0].status == local.OK
+    putting.next_agent()
+    assert {put.status for put in putting.commit().blocks} == {local.OK}
     machine.recover()
     held = machine.held()
     assert [held.get(number) for number in numbers] == [content(n, 4096) for n in numbers]
@@ -888,16 +890,9 @@ def test_of_blocks_put_together_those_are_safe_of_which_the_agent_has_made_diges
 
 def test_a_client_that_left_while_its_digests_were_made_leaves_nothing_in_the_ledger() -> None:
     machine = Machine()
-    machine.core.control_message(0.0, TWO_NODES)
-    waiting: list[tuple[list[memoryview], Digested]] = []
-    machine.core.writes.make_digests = lambda _now, blocks, then: waiting.append((blocks, then))
-    guest = Guest(machine)
-    (extent,) = guest.ask(local.Alloc(1, 1, [block(9).key], [4096])).extents
-    machine.memory[extent.offset : extent.offset + 4096] = content(9, 4096)
-    assert guest.ask(local.Commit(2, [extent.ticket], "home")) is None
-    guest.session.close()
-    ((blocks, then),) = waiting
-    digests_at_once(0.0, blocks, then)
+    putting = Digesting(machine, [9])
+    putting.guest.session.close()
+    putting.make()
     assert not list(Ledger(machine.ledger_memory).found())
     assert machine.held()[9] == content(9, 4096)
 
