@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _FIELD = re.compile(rb"^(RssAnon|Threads):\s+(\d+)", re.MULTILINE)
+_ENDED = re.compile(rb"^State:\s+[ZX]", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,17 @@ def usage(pid: int | str) -> Usage | None:
     if b"RssAnon" not in found:  # it has ended, and nobody has waited for it yet
         return None
     return Usage(int(found[b"RssAnon"]) / 1024, descriptors, int(found[b"Threads"]))
+
+
+def has_ended(pid: int) -> bool:
+    """Whether nothing of that process runs any more, so that what it had open is closed. It gives
+    its memory back before that, and one thread may end before the others."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_bytes()
+    except OSError:
+        return True
+    threads = dict(_FIELD.findall(text)).get(b"Threads", b"0")
+    return _ENDED.search(text) is not None and int(threads) <= 1
 
 
 def children_of(pid: int) -> list[int]:

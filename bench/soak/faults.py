@@ -36,7 +36,7 @@ from kvcast.bench.replay import NodeLink
 from kvcast.bench.soak import plan as kinds
 from kvcast.bench.soak.plan import Fault
 from kvcast.bench.soak.witness import Witness
-from kvcast.bench.usage import children_of, usage
+from kvcast.bench.usage import children_of, has_ended
 from kvcast.hostagent.client import KvcastError
 from kvcast.topologies.part import Part, PartError
 from kvcast.topologies.pool import Pool, PoolError
@@ -285,7 +285,7 @@ class Faults:
 
     async def _gone(self, part: str, children: Sequence[int]) -> None:
         until = time.monotonic() + _GONE_WITHIN_S
-        while any(usage(child) is not None for child in children):
+        while not all(has_ended(child) for child in children):
             if time.monotonic() > until:
                 raise PoolError(f"{part}: what it has started lives after it")
             await asyncio.sleep(0.02)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -32,7 +33,7 @@ from kvcast.bench.soak.verdict import (
     theil_sen,
 )
 from kvcast.bench.soak.watch import Life, Watch
-from kvcast.bench.usage import Usage, usage
+from kvcast.bench.usage import Usage, has_ended, usage
 from kvcast.protocol.messages.control import POLICIES
 from kvcast.workloads.generators import WorkloadOptions, generate
 
@@ -319,6 +320,27 @@ def test_a_restarted_part_begins_another_life_and_a_dead_one_has_no_usage() -> N
         ("node-1, life 1", [0.0]),
         ("node-1, life 2", [1.0]),
     ]
+
+
+_FIRST_THREAD_ENDS = """
+import ctypes, os, threading, time
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+exit_of = {"x86_64": 60, "aarch64": 93}[os.uname().machine]
+ctypes.CDLL(None).syscall(exit_of, 0)  # of this thread, not of the process
+"""
+
+
+def test_a_process_has_ended_with_the_last_of_its_threads_before_it_is_waited_for() -> None:
+    with subprocess.Popen([sys.executable, "-c", _FIRST_THREAD_ENDS]) as process:
+        assert not has_ended(process.pid)
+        while usage(process.pid) is not None:  # the first thread gives the memory back
+            time.sleep(0.01)
+        assert not has_ended(process.pid)
+        os.kill(process.pid, signal.SIGKILL)
+        while not has_ended(process.pid):
+            time.sleep(0.01)
+        assert Path(f"/proc/{process.pid}").exists()
+    assert has_ended(process.pid)
 
 
 # --- the workload without end -------------------------------------------------------------------
