@@ -65,9 +65,9 @@ class Watched:
             self._acknowledged(put.namespace, block.key)
         return room
 
-    def end_put(self, block: PutHeader, copy: Copy, digest: int) -> str:
+    def end_put(self, put: BulkPut, block: PutHeader, copy: Copy, digest: int) -> str:
         namespace = copy.block.namespace
-        status = self._serving.end_put(block, copy, digest)
+        status = self._serving.end_put(put, block, copy, digest)
         if status in bulk.LANDED:
             self._acknowledged(namespace, block.key)
         return status

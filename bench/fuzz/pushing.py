@@ -424,7 +424,7 @@ class Pair:
                     assert held is not None
                     content = self.putter.memory[held.offset : held.offset + held.size_bytes]
                     serving.view(room)[:] = content
-                    outcome = serving.end_put(header, room, digest_of(content))
+                    outcome = serving.end_put(put, header, room, digest_of(content))
             call.ended(self.now, outcome)
         self.home.core.outbox.calls.clear()
 

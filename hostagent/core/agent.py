@@ -231,7 +231,8 @@ class AgentCore:
         """READs that wait for the disk."""
         self.handover = Handover(options.handover, store, self.outbox)
         self.handover.progressed = self._report_handover
-        self.serving.came = self.writes.left_out = self.handover.came
+        self.serving.came = self.handover.came
+        self.writes.hand_on = self.handover.hand_on
         self.writes.replicate_late = self.handover.replicate
         reservations = Reservations(store, memory)
         self.requester = Requester(

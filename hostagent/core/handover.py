@@ -7,10 +7,11 @@ Three kinds of tasks:
 
 - *moves*: a node joins, or one is drained. The map lists, behind the nodes that hold a bucket's
   blocks (`PoolMap.settled` of them), those that are to take it over. Each of the former sends the
-  latter what it holds of the bucket, what comes meanwhile included, and says how much is left
-  (`HandedOver`); the controller takes the next step when nothing is left anywhere. Where nobody
-  is listed behind, whoever leaves (`PoolMap.leaving`) sends it to the homes that stay, for a
-  replica may lack a block.
+  latter what it holds of the bucket, and says how much is left (`HandedOver`); the controller takes
+  the next step when nothing is left anywhere. Where nobody is listed behind, whoever leaves
+  (`PoolMap.leaving`) sends it to the homes that stay, for a replica may lack a block. What is put
+  meanwhile is not waited for: whoever puts it sees to it that those who take over have it
+  (`writes`), or tells a holder to hand it on, as do puts by a map that knows of no move.
 - *repairs*: a node is gone, and another is listed in its place; or another was given a bucket of
   ours at once, since the controller knew of no blocks yet. Whoever held the bucket before sends it
   what it has, if there is room to spare.
@@ -172,15 +173,24 @@ class Handover:
                 self._add(_Task(block, node_id, spare=True))
         self._done.update((bucket, n) for bucket, nodes in moves.items() for n in nodes)
 
-    def came(self, block: BlockId) -> None:
-        """Somebody has put a block here, perhaps by a map that knows of no move; or this node has,
-        and one of the block's homes did not get it."""
+    def came(self, block: BlockId, epoch: int) -> None:
+        """Somebody has put a block here, by the map of this epoch."""
         pool = self._outbox.pool
-        if pool is not None and not pool.is_settled:
-            bucket = bucket_of(block.key)
-            if pool.node_id in pool.holders_of(bucket):
-                for node_id in pool.heirs_of(bucket):
-                    self._add(_Task(block, node_id, move=True))
+        if pool is not None and epoch < pool.epoch:
+            self.hand_on(block)
+
+    def hand_on(self, block: BlockId) -> bool:
+        """Somebody who takes a block over may lack it; False where it is not for this node to see
+        to that."""
+        pool = self._outbox.pool
+        if pool is None or pool.is_settled:
+            return pool is not None and pool.is_home(block)
+        bucket = bucket_of(block.key)
+        if pool.node_id not in pool.holders_of(bucket):
+            return False
+        for node_id in pool.heirs_of(bucket):
+            self._add(_Task(block, node_id, move=True))
+        return True
 
     def replicate(self, block: BlockId, node_id: str) -> bool:
         """A put's copy has left DRAM before it was sent to one of the block's homes; False where it
@@ -308,9 +318,10 @@ class Handover:
             self._ended(now, task, copy.size_bytes, outcome)
 
         deadline = now + CALL_TIMEOUT_S
+        epoch = pool.epoch if task.move or pool.is_settled else bulk.OLDEST_MAP
         self._outbox.calls.append(
             PutCall(
-                *(node.index, copy, pool.epoch, meaning, deadline, begin, ended),
+                *(node.index, copy, epoch, meaning, deadline, begin, ended),
                 spare=task.spare,
             )
         )

@@ -123,6 +123,15 @@ class Pool:
             heirs = tuple(index for index in nodes if index not in self._leaving)
         return tuple(self.nodes[index].node_id for index in heirs)
 
+    def takers_of(self, block: BlockId) -> frozenset[int]:
+        """Of a block that is to be handed over: the nodes, by index, that hold it afterwards, and
+        may lack it now."""
+        nodes = self.homes_of(block)
+        if self._settled == 0:
+            return frozenset()
+        stay = [index for index in nodes if index not in self._leaving]
+        return frozenset(nodes[self._settled :] or (stay if len(stay) < len(nodes) else ()))
+
     def held_buckets(self) -> list[int]:
         """The buckets that this node holds."""
         return [

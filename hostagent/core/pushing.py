@@ -258,7 +258,8 @@ class Pushes:
         pool = self._outbox.pool
         if pool is not self._pool and pool is not None:
             self.follow(pool)
-        self.native.open = self.connects and pool is not None
+        # While blocks are handed over, more follows from a put than compiled code knows of.
+        self.native.open = self.connects and pool is not None and pool.is_settled
         self.native.takes = self._takes and pool is not None
         self.native.scarce = 0
 

@@ -23,6 +23,7 @@ from kvcast.protocol.meetings import Meetings
 from kvcast.protocol.messages import bulk
 from kvcast.protocol.messages.bulk import (
     CONVEYOR_VERSION,
+    OLDEST_MAP,
     BulkConvey,
     BulkDone,
     BulkDrop,
@@ -74,9 +75,10 @@ class Serving:
         """Told of what has come so."""
         self.stored: Callable[[BlockId, int], None] = lambda _block, _size_bytes: None
         """Told of every block, and its size in bytes, that has come by a call."""
-        self.came: Callable[[BlockId], None] = lambda _block: None
-        """Told of every block that another node has put here: while blocks are handed over, it must
-        be handed on. So where a map is not settled, no put may pass this by."""
+        self.came: Callable[[BlockId, int], None] = lambda _block, _epoch: None
+        """Told of every block that another node has put here, and the epoch of the map by which it
+        has: one that knows of no move has the block handed on. So where a map is not settled, no
+        put may pass this by."""
 
     def _may_use(self, caller: str, namespace: int) -> bool:
         pool = self._outbox.pool
@@ -127,6 +129,7 @@ class Serving:
             else:
                 self._store.counters.conflicts += 1
             held.home = True
+            self.came(block, put.epoch)
             return bulk.HELD
         if put.spare and not self._store.has_spare_room(block.namespace, header.size_bytes):
             return bulk.NO_ROOM
@@ -138,7 +141,7 @@ class Serving:
             self._metrics.bulk_requests_refused_total += 1
             return bulk.NO_ROOM
 
-    def end_put(self, header: PutHeader, copy: Copy, digest: int) -> str:
+    def end_put(self, put: BulkPut, header: PutHeader, copy: Copy, digest: int) -> str:
         """The bytes are there, and have this digest: commit them if they are what the header
         promised."""
         self._metrics.payload_bytes_received_bulk_put_total += header.size_bytes
@@ -151,7 +154,7 @@ class Serving:
         except StaleReservationError:
             return bulk.FORBIDDEN
         self.stored(copy.block, copy.size_bytes)
-        self.came(copy.block)
+        self.came(copy.block, put.epoch)
         return bulk.DONE if in_force is copy else bulk.HELD
 
     def pushed(self, block: BlockId, size_bytes: int) -> None:
@@ -159,7 +162,7 @@ class Serving:
         self._metrics.bulk_requests_served_total += 1
         self._metrics.payload_bytes_received_bulk_put_total += size_bytes
         self.was_pushed(block.namespace, size_bytes)
-        self.came(block)
+        self.came(block, OLDEST_MAP)
 
     def abort_put(self, copy: Copy) -> None:
         """The bytes did not come."""

@@ -10,6 +10,10 @@ where that one cannot be reached, when all others were tried and one has it; wit
 once. A put of which no home has a copy ends as "unavailable": the bytes stay here as a cached
 copy, and the caller may try again.
 
+While blocks are handed over (`handover`), a put is acknowledged only when one of those that take
+its block over has it, too; or, where none of them can be reached, when a node that has it was told
+to hand it on. So nobody waits for puts before the map says that all has been handed over.
+
 A copy is pinned while somebody waits for its acknowledgement, and while it is being sent. One
 that merely waits for its turn towards a further replica may be evicted: a put is never refused
 because replication is slow. If it lies in a lower tier then, `handover` sends it from there; else
@@ -67,14 +71,29 @@ class _Put:
 
     position: int
     copy: Copy
-    first_home: int
     ack: str
-    homes: int = 0
-    """How many nodes are to have it, this one included."""
+    homes: tuple[int, ...] = ()
+    """The nodes that are to have it, in order, this one included."""
+    takers: frozenset[int] = frozenset()
+    """Those of them that take its bucket over."""
     waiting: set[int] = field(default_factory=set)
-    copies: int = 0
+    have: set[int] = field(default_factory=set)
+    """The homes that have it."""
+    asked: bool = False
+    handed_on: bool = False
+    """Whether a home was asked to see to it that the takers get it; and whether one does."""
     acknowledged: bool = False
     refused: str = local.UNAVAILABLE
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether it outlives what is being handed over."""
+        return not self.takers or self.handed_on or not self.takers.isdisjoint(self.have)
+
+    @property
+    def is_home(self) -> bool:
+        """Whether that is so, and its first home has it."""
+        return bool(self.homes) and self.homes[0] in self.have and self.is_taken
 
 
 @dataclass(slots=True, eq=False)
@@ -110,9 +129,9 @@ class Writes:
         """Sends a block that has left DRAM to a node, later; False where it cannot be had."""
         self.was_pushed: Callable[[int, int], None] = lambda _namespace, _size_bytes: None
         """Told of every block, by namespace and size in bytes, that compiled code has sent home."""
-        self.left_out: Callable[[BlockId], None] = lambda _block: None
-        """Told of every block that one of its homes did not get: while blocks are handed over, it
-        must be handed on."""
+        self.hand_on: Callable[[BlockId], bool] = lambda _block: False
+        """Told of every block that some of those that take it over did not get; False where it is
+        not for this node to see to that."""
 
     def commit(
         self,
@@ -159,31 +178,40 @@ class Writes:
         if pool is not None and copy.block.namespace in pool.deleted and not done:
             # The room is of a former agent, which knew the namespace.
             self._store.abort(copy)
-            put = _Put(position, copy, -1, ack, 0, copies=0)
+            put = _Put(position, copy, ack)
             self._answer(batch, put, local.UNKNOWN_NAMESPACE)
             return
-        homes = pool.homes_of(copy.block) if pool is not None else ()
-        here = pool is not None and pool.index in homes
-        put = _Put(position, copy, homes[0] if homes else -1, ack, len(homes), copies=int(here))
+        put = self._put_of(position, copy, ack, pool)
         if copy.state == DOOMED:  # it was a block, and has been dropped since: nobody is sent it
             if ack == ACK_LOCAL:
                 self._answer(batch, put, local.OK)
-            self._settle(batch, put)
+            put.takers = frozenset()
+            self._settle(now, batch, put)
             return
         try:
             if not done:
-                put.copy = copy = self._store.commit(copy, digest, home=here)
+                put.copy = copy = self._store.commit(copy, digest, home=bool(put.have))
         except StaleReservationError:
             self._answer(batch, put, local.UNKNOWN_NAMESPACE)
             return
         meaning = pool.meaning_of(copy.block.namespace) if pool is not None else None
-        if pool is None or meaning is None or not homes:
+        if pool is None or meaning is None or not put.homes:
             self._answer(batch, put, local.UNAVAILABLE)
             return
-        if ack == ACK_LOCAL or (ack == ACK_HOME and homes[0] == pool.index):
+        if ack == ACK_LOCAL or (ack == ACK_HOME and put.is_home):
             self._answer(batch, put, local.OK)
-        self._replicate(now, batch, put, pool, meaning, ())
-        self._settle(batch, put)
+        self._replicate(now, batch, put, pool, meaning)
+        self._settle(now, batch, put)
+
+    @staticmethod
+    def _put_of(
+        position: int, copy: Copy, ack: str, pool: Pool | None, have_it: Collection[int] = ()
+    ) -> _Put:
+        if pool is None:
+            return _Put(position, copy, ack)
+        homes = pool.homes_of(copy.block)
+        have = {pool.index, *have_it} & {*homes}
+        return _Put(position, copy, ack, homes, pool.takers_of(copy.block), have=have)
 
     @property
     def default_ack(self) -> str:
@@ -200,19 +228,18 @@ class Writes:
         if nodes:
             self.was_pushed(copy.block.namespace, len(nodes) * copy.size_bytes)
         pool = self._outbox.pool
-        homes = pool.homes_of(copy.block) if pool is not None else ()
-        here = pool is not None and pool.index in homes
+        home = pool is not None and pool.is_home(copy.block)
         try:
-            copy = self._store.commit(copy, digest, home=here)
+            copy = self._store.commit(copy, digest, home=home)
         except StaleReservationError:
             return
         meaning = pool.meaning_of(copy.block.namespace) if pool is not None else None
         if pool is None or meaning is None:
             return
-        put = _Put(0, copy, -1, ACK_LOCAL, len(homes))
+        put = self._put_of(0, copy, ACK_LOCAL, pool, nodes)
         batch = PutBatch([None], _heard, 1)
         self._answer(batch, put, local.OK)
-        self._replicate(now, batch, put, pool, meaning, nodes)
+        self._replicate(now, batch, put, pool, meaning)
 
     def _count(self, copy: Copy) -> None:
         self._metrics.puts_total += 1
@@ -227,22 +254,19 @@ class Writes:
         put: _Put,
         pool: Pool,
         meaning: int,
-        have_it: Collection[int],
     ) -> None:
-        """Send a put's copy to the block's homes but this node, and those that have it."""
-        for node in pool.homes_of(put.copy.block):
-            if node == pool.index or node in have_it:
-                continue
-            if self.replications >= self._options.max_replications:
-                self._metrics.replications_dropped_total += 1
-                put.refused = local.BUSY
-                self.left_out(put.copy.block)
-                continue
-            self._send(now, batch, put, node, pool.epoch, meaning)
+        """Send a put's copy to those of the block's homes that do not have it."""
+        for node in put.homes:
+            if node not in put.have:
+                self._send(now, batch, put, node, pool.epoch, meaning)
 
     def _send(
         self, now: float, batch: PutBatch, put: _Put, node: int, epoch: int, meaning: int
     ) -> None:
+        if self.replications >= self._options.max_replications:
+            self._metrics.replications_dropped_total += 1
+            put.refused = local.BUSY
+            return
         self.replications += 1
         self._metrics.replications_total += 1
         put.waiting.add(node)
@@ -262,14 +286,15 @@ class Writes:
         if not put.acknowledged:
             begin()
 
-        def ended(_now: float, outcome: str) -> None:
+        def ended(now: float, outcome: str) -> None:
             self.replications -= 1
             if pinned:
                 self._store.unpin(copy)
             put.waiting.discard(node)
             if outcome in bulk.LANDED:
-                put.copies += 1
-                if node == put.first_home and put.ack == ACK_HOME:
+                put.have.add(node)
+                put.handed_on |= epoch == bulk.OLDEST_MAP
+                if put.ack == ACK_HOME and put.is_home:
                     self._answer(batch, put, local.OK)
             elif outcome == EVICTED:
                 late = self.replicate_late(copy.block, node_id)
@@ -277,12 +302,11 @@ class Writes:
                 self._metrics.replications_dropped_total += not late
             else:
                 self._metrics.replications_failed_total += 1
-                self.left_out(copy.block)
                 if outcome == bulk.NO_ROOM:
                     put.refused = local.NO_ROOM
                 elif outcome == bulk.FORBIDDEN:
                     put.refused = local.FORBIDDEN
-            self._settle(batch, put)
+            self._settle(now, batch, put)
 
         deadline = now + self._options.replicate_timeout_s
         # Who may not read the namespace is not sent its bytes before it has refused them.
@@ -291,11 +315,30 @@ class Writes:
             PutCall(node, copy, epoch, meaning, deadline, begin, ended, at_once)
         )
 
-    def _settle(self, batch: PutBatch, put: _Put) -> None:
+    def _settle(self, now: float, batch: PutBatch, put: _Put) -> None:
         """All homes were tried: whoever has it acknowledges, if that is enough."""
-        if not put.waiting:
-            enough = put.homes if put.ack == ACK_REPLICAS else 1
-            self._answer(batch, put, local.OK if put.copies >= enough else put.refused)
+        if put.waiting:
+            return
+        if not put.takers <= put.have:
+            put.handed_on |= self.hand_on(put.copy.block)
+        if not put.is_taken and put.have and not put.asked:
+            put.asked = True
+            self._ask_to_hand_on(now, batch, put)
+            if put.waiting:
+                return
+        enough = len(put.homes) if put.ack == ACK_REPLICAS else 1
+        done = len(put.have) >= enough and put.is_taken
+        self._answer(batch, put, local.OK if done else put.refused)
+
+    def _ask_to_hand_on(self, now: float, batch: PutBatch, put: _Put) -> None:
+        """Offer a put once more to a home that has it, as if by a map that knows of no move."""
+        pool = self._outbox.pool
+        meaning = pool.meaning_of(put.copy.block.namespace) if pool is not None else None
+        if pool is None or meaning is None:
+            return
+        others = [n for n in put.homes if n in put.have and n in pool.nodes and n != pool.index]
+        if others:
+            self._send(now, batch, put, others[0], bulk.OLDEST_MAP, meaning)
 
     def _answer(self, batch: PutBatch, put: _Put, status: str) -> None:
         if put.acknowledged:
@@ -303,7 +346,7 @@ class Writes:
         put.acknowledged = True
         if status != local.OK:
             self._metrics.puts_failed_total += 1
-        batch.results[put.position] = local.PutBlock(status, put.copies, put.copy.digest)
+        batch.results[put.position] = local.PutBlock(status, len(put.have), put.copy.digest)
         batch.left -= 1
         if batch.left == 0:
             batch.answered(batch)

@@ -86,7 +86,7 @@ class BulkService(Protocol[S]):
 
     def begin_put(self, put: BulkPut, block: PutHeader) -> S | str: ...
 
-    def end_put(self, block: PutHeader, copy: S, digest: int) -> str:
+    def end_put(self, put: BulkPut, block: PutHeader, copy: S, digest: int) -> str:
         """`digest`: of the bytes that have come."""
 
     def abort_put(self, copy: S) -> None: ...
@@ -149,7 +149,7 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         self._certified = certified
         self._caller: str | None = None
         """Who calls; None before its BulkHello."""
-        self._putting: deque[tuple[PutHeader, S | str]] = deque()
+        self._putting: deque[tuple[BulkPut, PutHeader, S | str]] = deque()
         """The blocks whose bytes are coming, and the room for them, or why there is none."""
         self._refusal: str | None = None
         """Why the put whose bytes are coming is refused as a whole."""
@@ -241,7 +241,7 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
                 continue
             statuses.append(WANTED)
             room_bytes += block.size_bytes
-            self._putting.append((block, room))
+            self._putting.append((put, block, room))
             self._receive_block(service.view(room))
         return statuses
 
@@ -253,7 +253,7 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         self._refusal = refusal
         for block in put.blocks:
             room = refusal or self._service.begin_put(put, block)
-            self._putting.append((block, room))
+            self._putting.append((put, block, room))
             if isinstance(room, str):
                 self._skip_block(block.size_bytes)
             else:
@@ -344,12 +344,12 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         return message.node_id
 
     def _block_came(self, now: float, digest: int | None) -> None:
-        block, room = self._putting.popleft()
+        put, block, room = self._putting.popleft()
         if isinstance(room, str):
             self._taken.append(room)
         else:
             assert digest is not None
-            self._taken.append(self._service.end_put(block, room, digest))
+            self._taken.append(self._service.end_put(put, block, room, digest))
         if not self._putting:
             refusal, self._refusal = self._refusal, None
             self._send(BulkDone(refusal) if refusal else BulkTaken(self._taken))
@@ -411,7 +411,7 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
     def _over(self, now: float) -> None:
         waited = [turn for turn in (self._leaving, self._coming) if turn.leave()]
         while self._putting:
-            _, room = self._putting.popleft()
+            _, _, room = self._putting.popleft()
             if not isinstance(room, str):
                 self._service.abort_put(room)
         self._end_gets()

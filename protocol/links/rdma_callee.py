@@ -43,7 +43,6 @@ from kvcast.protocol.messages.bulk import (
     WANTED,
     BulkGet,
     BulkPut,
-    PutHeader,
 )
 from kvcast.protocol.messages.rdma import (
     MAX_RDMA_MESSAGE_BYTES,
@@ -72,8 +71,8 @@ class _Opened(Generic[S]):
 
     position: int
     copy: S
-    header: PutHeader | None
-    """Of a put."""
+    put: BulkPut | None
+    """None of a get."""
     size_bytes: int
     """In the window."""
 
@@ -246,14 +245,14 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
             else:
                 room_bytes += header.size_bytes
                 memory = service.view(room)
-                self._open(request, _Opened(position, room, header, len(memory)), memory)
+                self._open(request, _Opened(position, room, put, len(memory)), memory)
 
     # --- windows ------------------------------------------------------------------------------
 
     def _open(self, request: _Request[S], opened: _Opened[S], memory: memoryview) -> None:
         token = self._token(request)
         request.opened[token] = opened
-        self._orders.append(OpenWindow(token, memory, writable=opened.header is not None))
+        self._orders.append(OpenWindow(token, memory, writable=opened.put is not None))
 
     def _token(self, request: _Request[S]) -> int:
         self._next_token += 1
@@ -284,11 +283,12 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
 
     def _settle(self, opened: _Opened[S]) -> str | None:
         """Give a get's copy back, or take what was put; the status of a put."""
-        service, copy, header = self._service, opened.copy, opened.header
-        if header is None:
+        service, copy, put = self._service, opened.copy, opened.put
+        if put is None:
             service.end_get(copy)
             return None
-        return service.end_put(header, copy, digest_of(service.view(copy)))
+        header = put.blocks[opened.position]
+        return service.end_put(put, header, copy, digest_of(service.view(copy)))
 
     def _set_deadline(self, now: float) -> None:
         if self.closed or self._ending:
@@ -341,10 +341,11 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
             request.waiting -= 1
             opened = request.opened.get(item.token)
             if opened is not None:
-                status = DONE if opened.header is None else WANTED
+                status = DONE if opened.put is None else WANTED
                 size_bytes, digest = opened.copy.size_bytes, opened.copy.digest
-                if opened.header is not None:
-                    size_bytes, digest = opened.header.size_bytes, opened.header.digest
+                if opened.put is not None:
+                    header = opened.put.blocks[opened.position]
+                    size_bytes, digest = header.size_bytes, header.digest
                 request.windows[opened.position] = Window(
                     status, size_bytes, digest, item.address, item.key
                 )
@@ -366,7 +367,7 @@ class RdmaCallee(LinkStream[RdmaCallerMessage], Generic[S]):
         self._of_token.clear()
         for request in requests.values():
             for opened in request.opened.values():
-                if opened.header is None:
+                if opened.put is None:
                     self._service.end_get(opened.copy)
                 else:
                     self._service.abort_put(opened.copy)

@@ -106,8 +106,14 @@ class PutHeader(Struct, frozen=True, array_like=True):
     depth: U32 = 0
 
 
+OLDEST_MAP: Final = 0
+"""The epoch of a map that knows of no move."""
+
+
 class BulkPut(Struct, frozen=True, tag="put"):
-    """Hold these blocks. `epoch`: of the caller's map, by which the callee is one of their homes;
+    """Hold these blocks. `epoch`: of the caller's map, by which the callee is one of their homes,
+    and the caller sends them to all others; `OLDEST_MAP`: the callee is to hand them on, if they
+    are to be handed over;
     `meaning`: what the namespace means to the caller (`meaning_of`). `follows`: the bytes of all
     blocks, of `MAX_FOLLOWING_BYTES` at most, come at once; those that are not wanted are read and
     thrown away, and the answer says what became of each. `spare`: only if there is room to spare,

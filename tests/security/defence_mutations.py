@@ -1100,8 +1100,8 @@ def _blocks_unchecked() -> AbstractContextManager[object]:
 )
 def _put_not_verified() -> AbstractContextManager[object]:
     def believes(end_put: Any) -> Any:
-        def end(self: Any, header: Any, copy: Any, _digest: int) -> Any:
-            return end_put(self, header, copy, header.digest)
+        def end(self: Any, put: Any, header: Any, copy: Any, _digest: int) -> Any:
+            return end_put(self, put, header, copy, header.digest)
 
         return end
 

@@ -427,8 +427,8 @@ def _not_withdrawn() -> Any:
 def _put_not_verified() -> Any:
     original = Serving.end_put
 
-    def end(self: Serving, header: Any, copy_: Copy, _digest: int) -> Any:
-        return original(self, header, copy_, header.digest)
+    def end(self: Serving, put: Any, header: Any, copy_: Copy, _digest: int) -> Any:
+        return original(self, put, header, copy_, header.digest)
 
     return mock.patch.object(Serving, "end_put", end)
 

@@ -737,12 +737,12 @@ def test_what_who_hands_over_puts_is_handed_over_where_it_did_not_get_there(most
     node.take_map(msgspec.structs.replace(pool_map([1, 3]), settled=1))
     assert said == [HandedOver(1, 0, 0, 0)]
     results = node.put(1, b"a" * SLAB)
-    assert [result.status for result in results] == [local.OK]
     sent = node.calls()
     assert len(sent) == most
     for call in sent:
         assert isinstance(call, PutCall)
         call.ended(node.now, UNREACHABLE)
+    assert [result.status for result in results] == [local.OK]
     node.now += REPORT_S
     node.core.handle_timer(node.now)
     assert said[1:] == [HandedOver(1, 1, 1, 0)], "whoever is drained must not go with it"
@@ -751,6 +751,105 @@ def test_what_who_hands_over_puts_is_handed_over_where_it_did_not_get_there(most
     assert (again.node, again.copy.block) == (3, BlockId(1, key(1)))
     again.ended(node.now, bulk.DONE)
     assert said[2:] == [HandedOver(1, 0, 1, 0)]
+
+
+def moving(
+    homes: list[int], *, ack: str = "", leaving: tuple[int, ...] = ()
+) -> tuple[Node, list[local.PutBlock], dict[int, PutCall]]:
+    """Node 1, a put of it while buckets move whose first two homes hold the blocks, and the calls
+    by the home that they go to."""
+    node = Node(1)
+    node.take_map(
+        msgspec.structs.replace(
+            pool_map(homes, epoch=4, nodes=5), settled=min(2, len(homes)), leaving=list(leaving)
+        )
+    )
+    results = node.put(1, b"data", ack)
+    calls = {call.node: call for call in node.calls() if isinstance(call, PutCall)}
+    assert calls.keys() == {*homes} - {1}
+    return node, results, calls
+
+
+@pytest.mark.parametrize("first", [2, 5])
+def test_a_put_while_blocks_are_handed_over_waits_for_one_who_takes_them(first: int) -> None:
+    node, results, calls = moving([2, 3, 4, 5])
+    calls[3].ended(node.now, bulk.DONE)
+    calls[first].ended(node.now, bulk.DONE)
+    assert results == []
+    calls[7 - first].ended(node.now, bulk.DONE)
+    assert [(r.status, r.copies) for r in results] == [(local.OK, 3)]
+    calls[4].ended(node.now, UNREACHABLE)
+    assert node.calls() == [], "nobody need be told: another of them has it"
+
+
+def test_where_nobody_takes_a_bucket_a_put_waits_for_one_of_those_that_stay() -> None:
+    node, results, calls = moving([2, 3], leaving=(2,))
+    calls[2].ended(node.now, bulk.DONE)
+    assert results == []
+    calls[3].ended(node.now, bulk.DONE)
+    assert [r.status for r in results] == [local.OK]
+    node, results, calls = moving([3, 2], leaving=(2,))
+    calls[3].ended(node.now, bulk.DONE)
+    assert [r.status for r in results] == [local.OK]
+    node, results, calls = moving([2, 3], leaving=(4,))
+    calls[2].ended(node.now, bulk.DONE)
+    assert [r.status for r in results] == [local.OK], "it stays where it is"
+
+
+def test_a_home_that_hands_its_blocks_over_waits_for_one_who_takes_them_too() -> None:
+    node, results, calls = moving([1, 2, 3])
+    assert results == []
+    calls[3].ended(node.now, bulk.DONE)
+    assert [r.status for r in results] == [local.OK]
+    _, results, _ = moving([1, 2, 3], ack="local")
+    assert [r.status for r in results] == [local.OK]
+    _, results, _ = moving([2, 3, 1])
+    assert results == [], "who takes it over is not its first home"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status"),
+    [(bulk.HELD, local.OK), (UNREACHABLE, local.UNAVAILABLE), (bulk.NOT_HOME, local.UNAVAILABLE)],
+)
+def test_a_put_that_no_taker_got_is_handed_on_by_a_home_that_has_it(
+    outcome: str, status: str
+) -> None:
+    node, results, calls = moving([2, 3, 4])
+    calls[4].ended(node.now, UNREACHABLE)
+    calls[2].ended(node.now, UNREACHABLE)
+    calls[3].ended(node.now, bulk.DONE)
+    assert results == [], "whoever leaves must not go with the only copy"
+    (asked,) = node.calls()
+    assert isinstance(asked, PutCall)
+    assert (asked.node, asked.epoch, asked.begin()) == (3, bulk.OLDEST_MAP, True)
+    asked.ended(node.now, outcome)
+    assert [r.status for r in results] == [status]
+    assert node.calls() == []
+    copy = node.core.store.peek(BlockId(1, key(1)))
+    assert copy is not None
+    assert copy.pins == 0
+
+
+def test_a_put_that_nobody_got_while_blocks_are_handed_over_is_refused() -> None:
+    node, results, calls = moving([2, 3, 4])
+    for call in calls.values():
+        call.ended(node.now, bulk.NO_ROOM)
+    assert [r.status for r in results] == [local.NO_ROOM]
+    assert node.calls() == []
+
+
+def test_a_home_that_is_told_by_an_old_map_hands_a_block_on_that_it_has() -> None:
+    node = Node(1)
+    node.take_map(msgspec.structs.replace(pool_map([1, 3], epoch=4), settled=1))
+    node.put(1, b"data")
+    node.calls()
+    serving, pool = node.core.serving, node.core.pool
+    assert pool is not None
+    header = PutHeader(key(1), 4, digest_of(b"data"))
+    for epoch, handed_on in ((4, 0), (bulk.OLDEST_MAP, 1)):
+        put = BulkPut(1, epoch, pool.meaning_of(1) or 0, [header])
+        assert serving.begin_put(put, header) == bulk.HELD
+        assert node.core.handover.left == handed_on
 
 
 def test_what_is_found_on_the_disk_after_the_map_came_is_handed_over() -> None:

@@ -505,6 +505,20 @@ def test_without_a_connection_puts_are_the_agents(pair: Pair) -> None:
     pair.end()
 
 
+def test_while_blocks_are_handed_over_puts_are_the_agents(pair: Pair) -> None:
+    pool = pair.putter.core.pool
+    assert pool is not None
+    pool._settled = 1
+    ticket = pair.alloc(0, 2)
+    pair.put(0, ticket, 2)
+    assert reasons(pair) == {"closed": 1}
+    pool._settled = 0
+    pair.put(0, ticket, 2)
+    pair.move()
+    assert pair.home_took == 1
+    pair.end()
+
+
 @pytest.mark.parametrize("homes", [0, MOST_HOMES + 1])
 def test_blocks_of_no_home_or_very_many_are_the_agents(pair: Pair, homes: int) -> None:
     pool = pair.putter.core.pool

@@ -154,7 +154,7 @@ class Service:
         self.out.append(block.key)
         return Copy(BlockId(put.namespace, block.key), bytearray(block.size_bytes), block.digest)
 
-    def end_put(self, block: PutHeader, copy: Copy, digest: int) -> str:
+    def end_put(self, put: BulkPut, block: PutHeader, copy: Copy, digest: int) -> str:
         self.out.remove(block.key)
         if digest != block.digest:
             return bulk.WRONG_DIGEST

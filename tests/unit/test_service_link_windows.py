@@ -59,7 +59,7 @@ class Service:
     def view(self, room: bytearray) -> memoryview:
         return memoryview(room)
 
-    def end_put(self, _block: PutHeader, _room: bytearray, _digest: int) -> str:
+    def end_put(self, _put: BulkPut, _block: PutHeader, _room: bytearray, _digest: int) -> str:
         return bulk.DONE
 
 
