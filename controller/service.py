@@ -110,6 +110,9 @@ class ControllerService:
         )
         self._loop.use(self._switch, self._agents)
         self._http = HttpApi(self, options.http, options.credentials)
+        files = {"certificates": options.credentials, "tokens": options.http.tokens}
+        self._files = {what: file for what, file in files.items() if file is not None}
+        """What is read again when it changes."""
         self.agents_address = options.agents_addr
         self.http_address = options.http_addr
 
@@ -215,6 +218,8 @@ class ControllerService:
                 "counts": dict(sorted(self._loop.counts.items())),
                 "link_counts": dict(sorted(self._agents.counts.items())),
                 "http_counts": dict(sorted(self._http.counts.items())),
+                "reloads": {what: file.reloads for what, file in self._files.items()},
+                "failed_reloads": {what: file.failed_reloads for what, file in self._files.items()},
             },
         }
 

@@ -65,6 +65,9 @@ def metrics_of(status: dict[str, Any]) -> Iterable[Metric]:
         ("link_events", "What happened on control links", "event", driver["link_counts"]),
         ("controller_events", "What happened in the controller", "event", driver["counts"]),
         ("http_events", "What happened at the HTTP API", "event", driver["http_counts"]),
+        ("reloads", "Changed files that were taken into use", "file", driver["reloads"]),
+        ("failed_reloads", "Changed files that could not be used: the old ones stay in force",
+         "file", driver["failed_reloads"]),
     )  # fmt: skip
     for name, text, label, values in counters:
         yield _filled(CounterMetricFamily(f"{_PREFIX}_{name}", text, labels=[label]), values)

@@ -42,7 +42,7 @@ def metrics_server(core: AgentCore, credentials: Credentials | None) -> HttpServ
     texts_of_agent(core)  # the first time takes some 0.06 s, which no scrape need wait for
 
     async def metrics(_request: web.BaseRequest) -> web.Response:
-        return metrics_answer(metrics_of(core))
+        return metrics_answer([*metrics_of(core), *_metrics_of_files(credentials)])
 
     routes = {"/metrics": {"GET": metrics}}
     return HttpServer(routes, credentials, rate_per_s=SCRAPES_PER_S, log=log)
@@ -107,6 +107,20 @@ def metrics_of(core: AgentCore) -> Iterator[Metric]:
         )
     yield from _metrics_by_card(core)
     yield from _metrics_by_namespace(core)
+
+
+def _metrics_of_files(credentials: Credentials | None) -> Iterator[Metric]:
+    if credentials is not None:
+        yield CounterMetricFamily(
+            "kvcast_agent_tls_reloads_total",
+            "Changed certificates that were taken into use",
+            value=credentials.reloads,
+        )
+        yield CounterMetricFamily(
+            "kvcast_agent_tls_failed_reloads_total",
+            "Changed certificates that could not be used: the old ones stay in force",
+            value=credentials.failed_reloads,
+        )
 
 
 def _metrics_by_card(core: AgentCore) -> Iterator[Metric]:

@@ -115,20 +115,31 @@ async def test_a_pool_works_over_tls_and_tells_nobody_who_may_not_know(
         assert (await asyncio.to_thread(status.fetch_status, url, with_token))["epoch"] > 0
 
         # A node's metrics are for whoever has a certificate of the cluster.
-        metrics = agents[0].facts["metrics"].rpartition(":")
-        reader_, writer_ = await asyncio.open_connection(
-            metrics[0], int(metrics[2]), ssl=certificates.of("node-2").client()
-        )
-        writer_.write(b"GET /metrics HTTP/1.0\r\n\r\n")
-        assert b"kvcast_agent_gets_total" in await reader_.read()
-        writer_.close()
+        async def agents_metrics() -> bytes:
+            host, _, port = agents[0].facts["metrics"].rpartition(":")
+            reader_, writer_ = await asyncio.open_connection(
+                host, int(port), ssl=certificates.of("node-2").client()
+            )
+            writer_.write(b"GET /metrics HTTP/1.0\r\n\r\n")
+            said = await reader_.read()
+            writer_.close()
+            return said
+
+        said = await agents_metrics()
+        assert b"kvcast_agent_gets_total" in said
+        assert b"kvcast_agent_tls_reloads_total 0.0" in said
 
         # Renewed certificates are in use without a restart, at the next connection.
         for part in ("controller", "switch", "node-1", "node-2"):
             certificates.renew(part)
         for process in (controller, *agents):
             process.process.send_signal(signal.SIGHUP)
-        assert (await asyncio.to_thread(status.fetch_status, url, access))["epoch"] > 0
+        seen = await asyncio.to_thread(status.fetch_status, url, access)
+        assert seen["controller"]["reloads"] == {"certificates": 1, "tokens": 0}
+        assert seen["controller"]["failed_reloads"] == {"certificates": 0, "tokens": 0}
+        said = await agents_metrics()
+        assert b"kvcast_agent_tls_reloads_total 1.0" in said
+        assert b"kvcast_agent_tls_failed_reloads_total 0.0" in said
         for process in (switch, controller, *agents):
             assert process.process.returncode is None
         await _only_controllers_program(certificates, switch.facts["grpc"])

@@ -117,7 +117,7 @@ def exported() -> dict[str, set[str]]:
         "switch": {"connected": True, "primary": True, "programmed": True, "counts": {}},
         "controller": {
             "agent_connections": 0, "tick_s": 0.0, "link_counts": {}, "counts": {},
-            "http_counts": {},
+            "http_counts": {}, "reloads": {}, "failed_reloads": {},
         },
     }  # fmt: skip
     router_text, _ = metrics_text(SimpleNamespace(index=_Index()), _Engines(), {})  # type: ignore[arg-type]
