@@ -7,6 +7,7 @@ is released.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Final, NamedTuple, TypeAlias
 
@@ -23,14 +24,21 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 class Block:
     """A block in the arena of this node, pinned until `release`.
 
-    Use it as a context manager, or call `release`; a forgotten block stays pinned until its
-    client closes. `tier` says where it came from: "local" (this node's arena), "arena" (a further
-    one of it), "ssd" (its disk), "cold" (an object store), "switch" (at least partly from the
-    switch's memory), "shared" (an answer that several readers got), "home" (one that only this node
-    got), or "bulk" (TCP).
+    Use it as a context manager, or call `release`. A block that is dropped without is a
+    ResourceWarning. It is released with its client's next call, if nobody has asked for its `data`;
+    else it stays pinned until its client closes, since views of the bytes may be in use, and other
+    bytes would appear under them.
+
+    `tier` says where it came from: "local" (this node's arena), "arena" (a further one of it),
+    "ssd" (its disk), "cold" (an object store), "switch" (at least partly from the switch's memory),
+    "shared" (an answer that several readers got), "home" (one that only this node got), or "bulk"
+    (TCP).
     """
 
-    __slots__ = ("_data", "_held_by", "_release", "digest", "key", "size_bytes", "tier")
+    __slots__ = (
+        "_data", "_dropped", "_held_by", "_is_shown", "_release", "digest", "key", "size_bytes",
+        "tier",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -39,15 +47,20 @@ class Block:
         digest: int,
         tier: str,
         release: Callable[..., None],
+        dropped: Callable[..., bool],
         *held_by: int,
     ) -> None:
-        """`release` is called with `held_by`, once."""
+        """`release` is called with `held_by`, once. In its place, where the block is dropped,
+        `dropped` is, in any thread: with whether it may be let go of, and `held_by`. It says
+        whether the block was held until then."""
         self.key = key
         self.size_bytes = len(data)
         self.digest = digest
         self.tier = tier
         self._data: memoryview | None = data
+        self._is_shown = False
         self._release = release
+        self._dropped = dropped
         self._held_by = held_by
 
     @property
@@ -55,7 +68,8 @@ class Block:
         """The bytes, shape (size_bytes,), format "B", read-only; ReleasedError once released.
         Views taken from it must not be used after `release`."""
         if self._data is None:
-            raise ReleasedError(f"block {self.key.hex()} was released")
+            raise _released(self.key)
+        self._is_shown = True
         return self._data
 
     def __len__(self) -> int:
@@ -64,7 +78,9 @@ class Block:
     def verify(self) -> bool:
         """Whether the bytes still have their digest (xxh3_64). The agent has checked a block
         that it fetched; this checks once more, after everybody who can write the arena."""
-        return digest_of(self.data) == self.digest
+        if self._data is None:
+            raise _released(self.key)
+        return digest_of(self._data) == self.digest
 
     def release(self) -> None:
         """Let the agent evict the block; harmless when repeated. Of small blocks that one get has
@@ -72,6 +88,15 @@ class Block:
         if self._data is not None:
             self._data = None
             self._release(*self._held_by)
+
+    def __del__(self, _warn: Callable[..., None] = warnings.warn) -> None:
+        # In any thread, in the middle of anything, at the interpreter's end, or half made.
+        if getattr(self, "_data", None) is None:
+            return
+        self._data = None
+        if self._dropped(not self._is_shown, *self._held_by):
+            rest = "; it stays pinned until its client closes" if self._is_shown else ""
+            _warn(f"{self!r} was not released{rest}", ResourceWarning, source=self)
 
     def __enter__(self) -> Block:
         return self
@@ -81,6 +106,10 @@ class Block:
 
     def __repr__(self) -> str:
         return f"<Block {self.key.hex()} {self.size_bytes} B from {self.tier}>"
+
+
+def _released(key: bytes) -> ReleasedError:
+    return ReleasedError(f"block {key.hex()} was released")
 
 
 class Outcome(NamedTuple):

@@ -135,6 +135,7 @@ class Conversation:
         self._send = post
         self._read_only = read_only
         self._forked = False
+        self._closed = False
         self._local: LocalBlocks | None = None
         self._codec = MessageCodec[local.ServerMessage](
             local.ServerMessage, max_message_bytes=MAX_LOCAL_MESSAGE_BYTES
@@ -277,6 +278,7 @@ class Conversation:
 
     def close(self) -> None:
         """Let go of the arena, and of descriptors that came without a welcome."""
+        self._closed = True
         while self._fds:
             os.close(self._fds.pop())
         if self.courier_fd >= 0:
@@ -459,7 +461,9 @@ class Conversation:
         if len(blocks) == 1 == len(keys) and blocks[0].status == local.OK:
             (got,) = blocks
             data = self._memory.read(got.offset, got.size_bytes)
-            yield Block(keys[0], data, got.digest, got.tier, self._release, got.handle)
+            yield Block(
+                keys[0], data, got.digest, got.tier, self._release, self._dropped, got.handle
+            )
             return
         together = {
             got.handle for got in blocks if got.status == local.OK and got.size_bytes <= SMALL_BYTES
@@ -472,17 +476,33 @@ class Conversation:
             if not together or len(self._released) >= MAX_MANY:
                 self.post_released()
 
+        def dropped_together(may_release: bool, handle: int) -> bool:
+            together.discard(handle)
+            return self._dropped(may_release, handle)
+
         for key, got in zip(keys, _one_each(keys, blocks), strict=True):
             if got.status != local.OK:
                 yield Outcome(None, got.status, got.reason)
                 continue
             data = self._memory.read(got.offset, got.size_bytes)
-            release = release_together if got.handle in together else self._release
-            yield Block(key, data, got.digest, got.tier, release, got.handle)
+            release, dropped = self._release, self._dropped
+            if got.handle in together:
+                release, dropped = release_together, dropped_together
+            yield Block(key, data, got.digest, got.tier, release, dropped, got.handle)
 
     def _release(self, handle: int) -> None:
         self._held.discard(handle)
         self._post(local.Release([handle]))
+
+    def _dropped(self, may_release: bool, handle: int) -> bool:
+        """A block was dropped, in whatever thread: where it may be released, that is said before
+        the next call says anything. Whether it was held until then."""
+        if self._forked or self._closed:
+            return False
+        if may_release:
+            self._held.discard(handle)
+            self._released.append(handle)
+        return True
 
     def post_released(self) -> None:
         """Post what was released and waits for more of its kind; to be called before anything is
@@ -509,9 +529,9 @@ class Conversation:
                 results.append(None)
                 continue
             pin, offset, size_bytes, reserved_bytes, digest = one
-            release = self._local.release
             data = self._memory.read(offset, size_bytes)
-            results.append(Block(key, data, digest, local.LOCAL_TIER, release, pin, reserved_bytes))
+            held_by = self._local.release, self._local.dropped, pin, reserved_bytes
+            results.append(Block(key, data, digest, local.LOCAL_TIER, *held_by))
         return results
 
     # --- what both clients offer ----------------------------------------------------------------

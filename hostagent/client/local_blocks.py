@@ -144,6 +144,15 @@ class LocalBlocks:
                 return  # closed in this moment
             self._released.append((pin, reserved_bytes))
 
+    def dropped(self, may_release: bool, pin: int, reserved_bytes: int) -> bool:
+        """A pinned copy was dropped: undo the pin if that may be done. From any thread, and never
+        raises; whether it was pinned until then."""
+        if self.given_up:
+            return False
+        if may_release:
+            self.release(pin, reserved_bytes)
+        return True
+
     def _settle(self) -> None:
         """Do the books of what was released."""
         while self._released:

@@ -78,7 +78,8 @@ def test_many_blocks_come_by_one_question(engines: Engines, keys: list[bytes]) -
         for key, outcome in zip(part, outcomes, strict=True):
             if key in keys[:30]:
                 assert outcome.block is not None
-                assert bytes(outcome.block.data) == content_of(key, size_bytes)
+                with outcome.block as block:
+                    assert bytes(block.data) == content_of(key, size_bytes)
             else:
                 assert (outcome.status, outcome.reason) == ("miss", "not_found")
     stats = engines.other.stats()

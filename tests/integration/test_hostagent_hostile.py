@@ -221,7 +221,8 @@ async def serves_right_bytes_between(pool: Pool, writer: int, reader: int) -> No
     await pool.clients[writer].put(1, {key_of(5): b"fine"})
     (block,) = await pool.clients[reader].get(1, [key_of(5)], deadline_s=10)
     assert block is not None
-    assert bytes(block.data) == b"fine"
+    with block:
+        assert bytes(block.data) == b"fine"
 
 
 async def test_more_requests_than_the_bound_are_busy(tmp_path: Path) -> None:

@@ -168,7 +168,8 @@ async def test_concurrent_gets_of_one_block_make_one_fetch(tmp_path: Path) -> No
         await pool.clients[1].put(1, {key_of(1): data})
         gets = [pool.clients[3].get(1, [key_of(1)], deadline_s=5) for _ in range(20)]
         for blocks in await asyncio.gather(*gets):
-            assert bytes(the(blocks).data) == data
+            with the(blocks) as block:
+                assert bytes(block.data) == data
         stats = await pool.clients[3].stats()
         assert stats["fetches_total"] == 1
         assert stats["gets_joined_total"] == 19
@@ -341,6 +342,7 @@ async def test_prefetched_blocks_are_local_afterwards(tmp_path: Path) -> None:
         for block in await pool.clients[3].get(1, list(blocks), 60.0):
             assert block is not None
             assert block.tier == "local"
+            block.release()
 
 
 async def test_a_client_that_disconnects_leaves_nothing_pinned(tmp_path: Path) -> None:
@@ -394,7 +396,8 @@ async def test_namespaces_and_groups_come_from_the_controller(tmp_path: Path) ->
         await pool.clients[1].put(number, {key_of(1): b"hello"})
         await pool.settled()
         assert await pool.clients[2].namespace("acme", "m", "1", "bf16") == number
-        assert bytes(the(await pool.clients[2].get(number, [key_of(1)])).data) == b"hello"
+        with the(await pool.clients[2].get(number, [key_of(1)])) as block:
+            assert bytes(block.data) == b"hello"
         group = await pool.clients[1].group(number, ["node-1", "node-2"])
         await pool.settled()
         described = await pool.clients[2].describe()
@@ -422,7 +425,8 @@ async def test_with_the_controller_away_the_pool_goes_on_and_joins_it_again(
         data = noise(1, 9000)
         await pool.clients[1].put(1, {key_of(1): data})
         await pool.controller.stop()
-        assert bytes(the(await pool.clients[3].get(1, [key_of(1)], 60.0)).data) == data
+        with the(await pool.clients[3].get(1, [key_of(1)], 60.0)) as block:
+            assert bytes(block.data) == data
         await pool.clients[3].put(1, {key_of(2): data})
         with pytest.raises(UnavailableError):
             await pool.clients[3].namespace("late", "m", "1", "l")
@@ -435,7 +439,7 @@ async def test_with_the_controller_away_the_pool_goes_on_and_joins_it_again(
 async def test_agents_renew_and_report_their_heat(tmp_path: Path) -> None:
     async with running_pool(tmp_path, 3) as pool:
         await pool.clients[1].put(1, {key_of(1): noise(1, 70_000)})
-        the(await pool.clients[3].get(1, [key_of(1)], 60.0))
+        the(await pool.clients[3].get(1, [key_of(1)], 60.0)).release()
         renewals = pool.controller.renewals
         await until(lambda: "node-1" in renewals and len(renewals["node-1"].hot) > 0)
         seen = renewals["node-1"].hot
@@ -507,7 +511,8 @@ async def test_a_block_larger_than_the_arena_is_refused(tmp_path: Path) -> None:
         with pytest.raises(PutError) as error:
             await pool.clients[1].put(1, {key_of(1): bytes(5 * MIB), key_of(2): b"small"})
         assert error.value.failed == {key_of(1): "no_room"}
-        assert the(await pool.clients[2].get(1, [key_of(2)], 60.0)).size_bytes == 5
+        with the(await pool.clients[2].get(1, [key_of(2)], 60.0)) as block:
+            assert block.size_bytes == 5
 
 
 async def test_a_restarted_agent_is_empty_and_serves(tmp_path: Path) -> None:
@@ -519,7 +524,8 @@ async def test_a_restarted_agent_is_empty_and_serves(tmp_path: Path) -> None:
         await pool.start_agent(1)
         await pool.settled()
         client = await pool.client(1)
-        assert bytes(the(await client.get(1, [key_of(1)], deadline_s=10)).data) == data
+        with the(await client.get(1, [key_of(1)], deadline_s=10)) as block:
+            assert bytes(block.data) == data
 
 
 async def test_an_agent_that_stops_says_so_to_controller_and_clients(tmp_path: Path) -> None:
@@ -556,7 +562,8 @@ async def test_kernel_udp_serves_as_well_as_the_tunnel(tmp_path: Path) -> None:
         ):
             assert block is not None
             assert block.tier == "bulk"
-            assert bytes(block.data) == data
+            with block:
+                assert bytes(block.data) == data
         assert pool.switch.frames == 0
 
 

@@ -89,6 +89,27 @@ async def test_a_local_hit_and_its_release_take_no_message(tmp_path: Path) -> No
         assert not any(store.peek(b).pins for b in store.blocks())  # type: ignore[union-attr]
 
 
+async def test_a_local_hit_that_is_dropped_is_let_go_of_unless_its_bytes_were_asked_for(
+    tmp_path: Path,
+) -> None:
+    async with pool_of_two(tmp_path) as (pool, client):
+        store = pool.agents[1].core.store
+
+        def pins() -> list[int]:
+            store.elsewhere.refresh()
+            copies = [store.peek(BlockId(1, key_of(number))) for number in (1, 2)]
+            return [copy.pins for copy in copies if copy is not None]
+
+        blocks = await client.get(1, [key_of(1), key_of(2)])
+        view = blocks[1].data[:100] if blocks[1] is not None else b""
+        assert pins() == [1, 1]
+        with pytest.warns(ResourceWarning) as warned:
+            blocks.clear()
+        assert len(warned) == 2
+        assert pins() == [0, 1]
+        assert view == noise(2, 10_000)[:100]
+
+
 async def test_what_is_not_here_is_asked_for_in_one_request_and_comes_in_order(
     tmp_path: Path,
 ) -> None:
@@ -172,6 +193,7 @@ async def test_a_namespace_with_a_rate_is_asked_for_and_never_looked_up(tmp_path
         before = requests(pool)
         (block,) = await client.get(1, [key_of(2)])
         assert block is not None
+        block.release()
         assert requests(pool) == before
         settings = NamespaceSettings(operations_per_s=1000.0)
         pool.controller.namespaces[0] = NamespaceInfo(1, "t", "m", "1", "l", settings=settings)
@@ -180,6 +202,7 @@ async def test_a_namespace_with_a_rate_is_asked_for_and_never_looked_up(tmp_path
         (block,) = await client.get(1, [key_of(2)])
         assert block is not None
         assert requests(pool) == before + 1
+        block.release()
 
 
 async def test_a_client_does_not_find_another_namespace_under_the_number_that_it_was_told(
@@ -291,13 +314,14 @@ async def test_a_client_does_not_outlast_a_fork(tmp_path: Path) -> None:
     async with pool_of_two(tmp_path) as (pool, _):
 
         def in_a_child(client: Client) -> str:
-            (block,) = client.get(1, [key_of(1)])
+            block, *dropped = client.get(1, [key_of(1), key_of(3)])
             assert block is not None
             reading, writing = os.pipe()
             child = os.fork()
             if child == 0:
                 try:
                     block.release()  # the parent's pin stays
+                    dropped.clear()  # and so does this; nobody need be warned
                     client.get(1, [key_of(2)])
                     os.write(writing, b"it went on")
                 except AgentGoneError as error:
@@ -312,8 +336,13 @@ async def test_a_client_does_not_outlast_a_fork(tmp_path: Path) -> None:
             copy = pool.agents[1].core.store.peek(BlockId(1, key_of(1)))
             assert copy is not None
             assert copy.pins == 1
+            also = pool.agents[1].core.store.peek(BlockId(1, key_of(3)))
+            assert also is not None
+            assert also.pins == 1
             assert block.verify()
-            block.release()
+            for mine in (block, *dropped):
+                assert mine is not None
+                mine.release()
             return said
 
         client = await asyncio.to_thread(Client, str(tmp_path / "1.sock"))

@@ -378,7 +378,8 @@ async def test_a_stopped_agents_blocks_are_there_for_clients_that_held_none(tmp_
         await one.start()
         await until_it_serves(client)
         assert await client.get(NAMESPACE, [key(4)], 0.5) == [None]
-        assert bytes(held.data) == content(3)
+        with held:
+            assert bytes(held.data) == content(3)
 
 
 async def test_whoever_maps_the_arena_when_everything_dies_keeps_its_bytes(tmp_path: Path) -> None:

@@ -56,7 +56,14 @@ class Landing:
     def add(self, place: int, *, size_bytes: int = SIZE, right: bool = True) -> None:
         data = memoryview(bytes([place]) * size_bytes)
         digest = digest_of(data) + (not right)
-        block = Block(b"%16d" % place, data, digest, "local", lambda: self.released.append(place))
+        block = Block(
+            b"%16d" % place,
+            data,
+            digest,
+            "local",
+            lambda: self.released.append(place),
+            lambda _: True,
+        )
         self.checks.add(place, block)
 
 

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -318,7 +322,10 @@ def test_one_deadline_holds_for_all_messages_of_a_call(
     client: Any, agent: CountingAgent, call: str, kind: type
 ) -> None:
     agent.answers[kind] = lambda _: time.sleep(0.2)
-    getattr(client, call)(7, KEYS, deadline_s=0.3)
+    result = getattr(client, call)(7, KEYS, deadline_s=0.3)
+    if call == "get":
+        for block in result:
+            block.release()
     first, second, third = (message.deadline_s for message in agent.asked(kind))
     assert first == 0.3
     assert second <= 0.1
@@ -328,7 +335,10 @@ def test_one_deadline_holds_for_all_messages_of_a_call(
 def test_more_keys_than_a_message_takes_are_asked_for_in_several(
     client: Any, agent: CountingAgent
 ) -> None:
-    assert len(client.get(7, KEYS)) == len(KEYS)
+    blocks = client.get(7, KEYS)
+    assert len(blocks) == len(KEYS)
+    for block in blocks:
+        block.release()
     assert [len(get.keys) for get in agent.asked(local.Get)] == [local.MAX_KEYS, local.MAX_KEYS, 1]
     for call in (client.prefetch, client.exists, client.drop, client.pin, client.unpin):
         assert call(7, KEYS) == len(KEYS)
@@ -403,6 +413,124 @@ def test_a_put_that_fails_while_it_writes_gives_its_room_back(
         client.put(7, {KEYS[0]: b"ab", KEYS[1]: b"c"})
     assert until(lambda: bool(agent.asked(local.Abort)) and agent.held == 0)
     assert client.exists(7, KEYS[:1]) == 1
+
+
+# --- blocks that are dropped --------------------------------------------------------------------
+
+
+def test_a_block_that_is_dropped_unread_is_released_with_the_next_call(
+    client: Any, agent: CountingAgent
+) -> None:
+    for keys in (KEYS[:1], KEYS[:3]):
+        blocks = client.get(7, keys, 0.5)
+        assert all(block.verify() for block in blocks), "which shows nobody the bytes"
+        count = len(blocks)
+        with pytest.warns(ResourceWarning, match=r"^<Block .*> was not released$") as warned:
+            blocks.clear()
+        assert len(warned) == count
+        assert agent.held == count
+        assert not agent.asked(local.Release), "nothing is said in a finaliser"
+        client.stats()
+        assert until(lambda: agent.held == 0)
+        agent.heard.clear()
+
+
+@pytest.mark.parametrize(
+    "view_of",
+    [lambda data: data, lambda data: data[2:5], lambda data: data.cast("H"), bytes],
+    ids=["itself", "part", "cast", "copy"],
+)
+def test_a_block_whose_bytes_were_asked_for_stays_pinned_where_it_is_dropped(
+    connect: Callable[[], Any], agent: CountingAgent, view_of: Callable[[memoryview], Any]
+) -> None:
+    client = connect()
+    blocks = client.get(7, KEYS[:1], 0.5)
+    view = view_of(blocks[0].data)
+    with pytest.warns(ResourceWarning, match="it stays pinned until its client closes"):
+        blocks.clear()
+    client.stats()
+    client.stats()
+    assert agent.held == 1, "other bytes would appear under the view"
+    assert not any(bytes(view))
+    client.close()
+    assert until(lambda: agent.held == 0)
+
+
+def test_of_blocks_that_came_together_each_may_end_in_another_way(
+    client: Any, agent: CountingAgent
+) -> None:
+    released, last, *dropped = client.get(7, KEYS[:4], 0.5)
+    assert dropped[0].data.readonly
+    released.release()
+    with pytest.warns(ResourceWarning) as warned:
+        dropped.clear()
+    assert len(warned) == 2
+    last.release()
+    client.stats()
+    assert until(lambda: agent.held == 1)
+
+
+def test_a_block_may_be_dropped_by_a_thread_that_is_not_its_clients(
+    client: Any, agent: CountingAgent
+) -> None:
+    blocks = client.get(7, KEYS[:2], 0.5)
+
+    def drop() -> None:
+        thread = threading.Thread(target=blocks.clear)
+        thread.start()
+        thread.join()
+
+    with pytest.warns(ResourceWarning) as warned:
+        drop()
+    assert len(warned) == 2
+    client.stats()
+    assert until(lambda: agent.held == 0)
+
+
+def test_a_block_that_is_part_of_a_cycle_is_released_by_the_garbage_collector(
+    client: Any, agent: CountingAgent
+) -> None:
+    cycle: list[Any] = client.get(7, KEYS[:1], 0.5)
+    cycle.append(cycle)
+    del cycle
+    with pytest.warns(ResourceWarning):
+        gc.collect()
+    client.stats()
+    assert until(lambda: agent.held == 0)
+
+
+@pytest.mark.usefixtures("agent")
+def test_nobody_is_warned_of_blocks_that_outlive_their_client(connect: Callable[[], Any]) -> None:
+    client = connect()
+    blocks = client.get(7, KEYS[:2], 0.5)
+    client.close()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        del blocks
+    assert warned == []
+
+
+def test_a_block_that_is_left_at_the_end_of_its_process_ends_it_well(
+    agent: CountingAgent, tmp_path: Path
+) -> None:
+    script = (
+        "from kvcast.hostagent.client import Client\n"
+        f"client = Client({str(tmp_path / 'agent.sock')!r})\n"
+        "kept, dropped = client.get(7, [bytes(16), bytes(16)])\n"
+        "view = kept.data\n"
+    )
+    command = [sys.executable, "-W", "always::ResourceWarning", "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "Traceback" not in ended.stderr, ended.stderr
+    assert "Exception ignored" not in ended.stderr, ended.stderr
+    assert until(lambda: agent.held == 0)
+
+
+def test_a_block_that_was_never_made_is_dropped_in_silence() -> None:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        client_blocks.Block.__new__(client_blocks.Block)
+    assert warned == []
 
 
 def test_results_are_taken_as_they_come_and_each_has_its_place(
