@@ -13,7 +13,8 @@ import pytest
 from kvcast.bench.fuzz.courier import BLOCKS, LARGE, CourierHarness, Stand
 from making import remembered
 
-SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 24))]
+SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 5)) for seed in range(24)]
+LARGE_SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 2)) for seed in range(24)]
 
 
 def _steps(rng: random.Random, count: int, *, large: bool = False) -> bytes:
@@ -74,23 +75,17 @@ def test_whatever_happens_every_question_is_answered_once_and_by_the_right_bytes
     CourierHarness().run(_steps(random.Random(seed), 120))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", LARGE_SEEDS)
 def test_the_same_of_large_blocks_and_conveyors(seed: int) -> None:
     CourierHarness().run(_steps(random.Random(seed), 80, large=True))
 
 
-def test_the_steps_of_the_test_above_bring_blocks_by_the_courier_and_hand_questions_over() -> None:
-    given = handed_over = 0
+def test_the_steps_of_the_tests_above_bring_blocks_by_the_courier_and_hand_questions_over() -> None:
     with remembered(Stand) as stands:
-        for seed in range(12):
-            CourierHarness().run(_steps(random.Random(seed), 120))
-        for seed in range(6):
-            CourierHarness().run(_steps(random.Random(seed), 80, large=True))
-    conveyed = sum(stand.conveyed for stand in stands)
-    assert conveyed > 20
-    assert sum(stand.counted for stand in stands) > 10
-    for stand in stands[:12]:
-        given += stand.given
-        handed_over += stand.handed_over
-    assert given > 20
-    assert handed_over > 20
+        CourierHarness().run(_steps(random.Random(0), 120))
+        CourierHarness().run(_steps(random.Random(0), 80, large=True))
+    small, large = stands
+    assert small.given > 10
+    assert small.handed_over > 10
+    assert large.conveyed > 4
+    assert large.counted > 2

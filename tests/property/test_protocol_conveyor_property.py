@@ -633,7 +633,9 @@ class Both(Stand):
             pass
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 6)) for seed in range(16)]
+)
 def test_blocks_arrive_whole_whatever_happens_at_either_end(seed: int) -> None:
     both = Both(seed)
     rng = both.rng

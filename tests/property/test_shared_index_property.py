@@ -137,6 +137,7 @@ class Scene:
         assert not any(copy.pins for copy in self.store._by_offset.values()), "pinned by nobody"
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_no_order_of_steps_gives_a_client_bytes_of_another_block(seed: int) -> None:

@@ -53,7 +53,7 @@ def product() -> Product:
 @pytest.mark.parametrize(
     "seed",
     [
-        pytest.param(seed, marks=() if seed <= 12 else pytest.mark.slow)
+        pytest.param(seed, marks=() if seed <= 8 else pytest.mark.slow)
         for seed in sorted(CLEAN_SEEDS | ONCE_FAILED)
     ],
 )
@@ -84,6 +84,7 @@ def test_a_seed_is_the_same_run_every_time(product: Product) -> None:
     assert run_seed(10, product).trace != first.trace
 
 
+@pytest.mark.slow
 def test_a_seed_is_the_same_run_in_another_process(product: Product) -> None:
     code = (
         "from kvcast.simulation import command; from kvcast.simulation.run import run_seed;"

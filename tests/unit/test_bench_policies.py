@@ -139,6 +139,7 @@ def test_report_has_every_policy_at_every_size_and_nobody_beats_belady(tmp_path:
     assert report_path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bench.why_no_peer() is not None, reason=str(bench.why_no_peer()))
 def test_policies_that_libcachesim_has_too_hit_as_its_do(tmp_path: Path) -> None:
     for workload in ("mix", "chat"):

@@ -293,6 +293,7 @@ def watched(script: str, samples: int = 100) -> list[Criterion]:
     return growth_criteria(judged([only], bounds), bounds)
 
 
+@pytest.mark.slow
 def test_a_process_that_leaks_is_found_and_a_calm_one_is_not() -> None:
     assert failed(watched(_LEAKING)) == {
         "memory",

@@ -117,6 +117,7 @@ def test_a_job_that_takes_too_long_is_killed_and_told_with_its_output(tmp_path: 
     assert (tmp_path / "0.kill").read_text() == str(int(signal.SIGKILL))
 
 
+@pytest.mark.slow
 def test_agents_code_is_compiled_here_for_the_machines_processor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
