@@ -51,6 +51,7 @@ is not waited for by gets that can ask elsewhere.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -349,12 +350,15 @@ class SsdTier:
         cut = files[0].cut
         self._unit_bytes, self._slab_bytes = cut.unit_bytes, cut.slab_bytes
         self._files: list[_File] = []
+        self._begins: list[int] = []
+        """Where each file's blocks begin on the shelf."""
         first = 0
         for number, formatted in enumerate(files):
             assert (formatted.cut.unit_bytes, formatted.cut.slab_bytes) == (
                 *(self._unit_bytes, self._slab_bytes),
             )
             self._files.append(_File(number, formatted, first))
+            self._begins.append(first * self._slab_bytes)
             first += formatted.cut.slabs + 1
         self._units_per_slab = self._slab_bytes // self._unit_bytes
         # Units are numbered through all files; each begins with a page of the table.
@@ -712,8 +716,7 @@ class SsdTier:
     # --- down: how ----------------------------------------------------------------------------
 
     def _file_of(self, offset: int) -> _File:
-        slab = offset // self._slab_bytes
-        return next(file for file in reversed(self._files) if file.first_slab <= slab)
+        return self._files[bisect_right(self._begins, offset) - 1]
 
     def _order(self, kind: Kind, file: _File, offset: int, view: memoryview) -> Order:
         """An order of the present round, for the table or a flush."""

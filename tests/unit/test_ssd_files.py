@@ -4,12 +4,16 @@ that read and write them. Files lie on whatever file system the test's folder is
 
 from __future__ import annotations
 
+import errno
 import json
+import mmap
 import os
 import queue
 import random
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +22,7 @@ from kvcast.hostagent.tiers.arena import ArenaError
 from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.hostagent.tiers.kept import KeptOptions, open_kept
 from kvcast.hostagent.tiers.ssd import layout
-from kvcast.hostagent.tiers.ssd.files import Disk, SsdFile, open_files
+from kvcast.hostagent.tiers.ssd.files import TOGETHER_BYTES, Disk, SsdFile, open_files
 from kvcast.hostagent.tiers.ssd.fsck import check_ssd
 from kvcast.hostagent.tiers.ssd.layout import (
     ENTRIES_PER_PAGE,
@@ -197,6 +201,133 @@ def test_orders_read_what_orders_wrote_however_it_is_aligned(
     assert order is beyond
     assert error
     assert disk.close(10)
+    file.close()
+
+
+class _Calls:
+    """A file whose system calls are remembered, as kind and number of orders, and may fail."""
+
+    def __init__(self, file: SsdFile, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[tuple[str, int]] = []
+        self.fails_at: set[int] = set()
+        self.fails_together = self.falls_short = False
+        for name in ("preadv", "pwritev"):
+            monkeypatch.setattr(file, name, partial(self._call, name, getattr(file, name)))
+
+    def _call(
+        self,
+        name: str,
+        call: Callable[[Sequence[memoryview], int], int],
+        views: Sequence[memoryview],
+        offset: int,
+    ) -> int:
+        self.made.append((name[1], len(views)))
+        ends = range(offset, offset + sum(map(len, views)))
+        if any(at in ends for at in self.fails_at) or (self.fails_together and len(views) > 1):
+            raise OSError(errno.EIO, "no")
+        done = call(views, offset)
+        return done - PAGE_BYTES if self.falls_short and len(views) > 1 else done
+
+
+def done_by(file: SsdFile, orders: Sequence[Order]) -> dict[Order, tuple[str, int]]:
+    """Have a disk of one thread do these at once; error and digest of each."""
+    ended: queue.Queue[tuple[Order, str, int]] = queue.Queue()
+    disk = Disk([file], lambda *of: ended.put(of), threads=1)
+    disk.do(orders)
+    assert disk.close(10)
+    found = {}
+    while not ended.empty():
+        order, *of = ended.get()
+        assert order not in found, "told once"
+        found[order] = tuple(of)
+    assert found.keys() == {*orders}
+    return found  # type: ignore[return-value]
+
+
+def in_pages(
+    kind: Kind, places: Sequence[int], room: memoryview, *, hurried: bool = False
+) -> list[Order]:
+    """An order for each of these pages, from and to that page of the room."""
+    return [
+        Order(
+            kind, 0, lambda *_: None, CUT.blocks_offset + at * PAGE_BYTES,
+            room[at * PAGE_BYTES : (at + 1) * PAGE_BYTES], hurried,
+        )
+        for at in places
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def pages() -> memoryview:
+    """Memory for 640 pages, aligned as the disk wants it; each page has bytes of its own."""
+    memory = memoryview(mmap.mmap(-1, 640 * PAGE_BYTES))
+    memory[:] = random.Random(1).randbytes(len(memory))
+    return memory
+
+
+def test_orders_that_follow_each_other_in_the_file_share_a_call(
+    tmp_path: Path, pages: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, _ = made(tmp_path / "ssd")
+    calls = _Calls(file, monkeypatch)
+    places = [*range(10), *range(20, 23), 40, 39, *range(50, 351)]
+    done_by(file, in_pages(Kind.WRITE, places, pages))
+    together = TOGETHER_BYTES // PAGE_BYTES
+    rows = [10, 3, 1, 1, together, 301 - together]
+    assert calls.made == [("w", row) for row in rows]
+    back = memoryview(mmap.mmap(-1, len(pages)))
+    orders = in_pages(Kind.READ, places, back)
+    for order, (error, digest) in done_by(file, orders).items():
+        assert (error, digest) == (DONE, digest_of(order.view))
+    assert calls.made[len(rows) :] == [("r", row) for row in rows]
+    for at in places:
+        page = slice(at * PAGE_BYTES, (at + 1) * PAGE_BYTES)
+        assert back[page] == pages[page]
+    file.close()
+
+
+def test_orders_of_different_kinds_or_for_which_there_are_threads_enough_share_no_call(
+    tmp_path: Path, pages: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, _ = made(tmp_path / "ssd")
+    calls = _Calls(file, monkeypatch)
+    done_by(file, [
+        *in_pages(Kind.WRITE, [0, 1], pages),
+        *in_pages(Kind.WRITE, [2, 3, 4], pages, hurried=True),
+        *in_pages(Kind.READ, [5], pages),
+        Order(Kind.FLUSH, 0, lambda *_: None, CUT.blocks_offset + 6 * PAGE_BYTES),
+        *in_pages(Kind.WRITE, [6], pages),
+    ])  # fmt: skip
+    assert sorted(calls.made) == [("r", 1), ("w", 1), ("w", 2), ("w", 3)]
+    calls.made.clear()
+    disk = Disk([file], lambda *_of: None, threads=4)
+    disk.do(in_pages(Kind.WRITE, range(4), pages))
+    disk.do(in_pages(Kind.WRITE, range(10, 16), pages))
+    assert disk.close(10)
+    assert sorted(calls.made) == [("w", 1)] * 4 + [("w", 2)] * 3
+    file.close()
+
+
+@pytest.mark.parametrize("why", ["one fails", "only together", "falls short", "not aligned"])
+def test_orders_that_cannot_share_a_call_are_done_each_by_itself(
+    tmp_path: Path, pages: memoryview, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    file, _ = made(tmp_path / "ssd")
+    calls = _Calls(file, monkeypatch)
+    calls.fails_together, calls.falls_short = why == "only together", why == "falls short"
+    if why == "one fails":
+        calls.fails_at = {CUT.blocks_offset + 3 * PAGE_BYTES}
+    room = pages[8:] if why == "not aligned" else pages
+    orders = in_pages(Kind.WRITE, range(6), room)
+    found = done_by(file, orders)
+    bad = {orders[3]} if why == "one fails" else set()
+    assert {order for order, (error, _) in found.items() if error} == bad
+    calls.fails_at, calls.fails_together, calls.falls_short = set(), False, False
+    back = memoryview(mmap.mmap(-1, len(pages)))
+    for order in done_by(file, in_pages(Kind.READ, range(6), back)):
+        at = order.offset - CUT.blocks_offset
+        if orders[at // PAGE_BYTES] not in bad:
+            assert order.view == room[at : at + PAGE_BYTES]
     file.close()
 
 

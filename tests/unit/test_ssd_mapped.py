@@ -70,6 +70,14 @@ def comes_back(file: SsdFile) -> None:
         assert bytes(room[150_000 : 150_000 + size]) == data
         assert bytes(file.map(offset, size)) == data, "as the tier below sees it"
     beyond = -(-CUT.file_bytes // PAGE) * PAGE
+    # Several parts of memory in one call, as orders that follow each other make it.
+    parts = [rng.randbytes(size) for size in (5, 4096, 77)]
+    assert file.pwritev([memoryview(bytearray(part)) for part in parts], last - 4178) == 4178
+    rooms = [memoryview(bytearray(len(part))) for part in parts]
+    assert file.preadv(rooms, last - 4178) == 4178
+    assert list(map(bytes, rooms)) == parts
+    with pytest.raises(OSError, match="the file ends there"):
+        file.preadv(rooms, beyond - 4177)
     assert do(Kind.READ, beyond - 10, room[:11]) == "the file ends there"
     assert do(Kind.WRITE, beyond - 10, room[:11]) == "the file ends there"
     assert disk.close(10)

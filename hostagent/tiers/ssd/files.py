@@ -5,7 +5,9 @@ written where and why (`kvcast.hostagent.core.ssd`).
 
 Every order is one system call of a thread that does nothing else (preadv and pwritev with O_DIRECT,
 straight from and to the arena), so a disk that stands still holds up its threads, and nobody else;
-the event loop only hands orders out and hears of their ends. Not io_uring: there is no binding of
+the event loop only hands orders out and hears of their ends. Where more orders come at once than
+there are threads, those that follow each other in the file share a call: of small blocks the calls
+would take longer than the disk. Not io_uring: there is no binding of
 it that is widely kept, containers' usual seccomp profiles forbid it, and at blocks of 64 KiB and
 more sixteen threads keep a disk as busy (`python -m kvcast.bench.ssd`).
 
@@ -27,7 +29,7 @@ import queue
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from kvcast.hostagent.tiers.arena import is_at, is_ours_alone, may_be_made, try_lock
@@ -46,6 +48,8 @@ log = logging.getLogger(__name__)
 
 THREADS: Final = 16
 """Orders that the disk is given at once."""
+TOGETHER_BYTES: Final = 1 << 20
+"""Of orders that share a call, at most."""
 _SECTORS: Final = (512, 1024, PAGE_BYTES)
 _OPEN: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -214,10 +218,11 @@ class Disk:
     ) -> None:
         self._files = files
         self._ended = ended
-        self._writes: deque[Order] = deque()
-        self._others: deque[Order] = deque()
+        self._writes: deque[list[Order]] = deque()
+        self._others: deque[list[Order]] = deque()
+        """Orders that share a call each."""
         self._queue: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        """An item for each order in either; False: a thread is to end."""
+        """An item for each of either; False: a thread is to end."""
         # Daemons: a disk that never answers shall not keep the process from its end.
         self._threads = [
             threading.Thread(target=self._work, name=f"kvcast-ssd-{number}", daemon=True)
@@ -228,13 +233,13 @@ class Disk:
 
     def do(self, orders: Sequence[Order]) -> None:
         """Begin these orders; they wait where others are being done."""
-        for order in orders:
-            if order.hurried:
-                self._others.appendleft(order)
-            elif order.kind is Kind.WRITE:
-                self._writes.append(order)
+        for together in _runs(orders, -(-len(orders) // len(self._threads))):
+            if together[0].hurried:
+                self._others.appendleft(together)
+            elif together[0].kind is Kind.WRITE:
+                self._writes.append(together)
             else:
-                self._others.append(order)
+                self._others.append(together)
             self._queue.put(True)
 
     def close(self, patience_s: float) -> bool:
@@ -252,19 +257,51 @@ class Disk:
         own = _Own()
         turns = itertools.cycle(((self._others, self._writes), (self._writes, self._others)))
         while self._queue.get():
-            order = _first_of(*next(turns))
-            digest, error = 0, DONE
-            try:
-                digest = own.do(order, self._files[order.file])
-            except OSError as failure:
-                error = failure.strerror or str(failure)
-            except Exception as failure:  # a thread that ended would be missed for ever
-                log.exception("an order to the disk failed")
-                error = str(failure) or type(failure).__name__
-            self._ended(order, error, digest)
+            together = _first_of(*next(turns))
+            file = self._files[together[0].file]
+            if len(together) > 1 and own.move_all(together, file):
+                for order in together:
+                    digest = digest_of(order.view) if order.kind is Kind.READ else 0
+                    self._ended(order, DONE, digest)
+                continue
+            for order in together:
+                self._one(own, order, file)
+
+    def _one(self, own: _Own, order: Order, file: SsdFile) -> None:
+        digest, error = 0, DONE
+        try:
+            digest = own.do(order, file)
+        except OSError as failure:
+            error = failure.strerror or str(failure)
+        except Exception as failure:  # a thread that ended would be missed for ever
+            log.exception("an order to the disk failed")
+            error = str(failure) or type(failure).__name__
+        self._ended(order, error, digest)
 
 
-def _first_of(*queues: deque[Order]) -> Order:
+def _runs(orders: Sequence[Order], most: int) -> Iterator[list[Order]]:
+    """All orders, in this order, in rows of `most` at most that follow each other in the file."""
+    run: list[Order] = []
+    end = size_bytes = 0
+    for order in orders:
+        size_bytes += len(order.view)
+        if not run or not (
+            order.offset == end
+            and len(run) < most
+            and size_bytes <= TOGETHER_BYTES
+            and order.kind is run[0].kind is not Kind.FLUSH
+            and (order.file, order.hurried) == (run[0].file, run[0].hurried)
+        ):
+            if run:
+                yield run
+            run, size_bytes = [], len(order.view)
+        run.append(order)
+        end = order.offset + len(order.view)
+    if run:
+        yield run
+
+
+def _first_of(*queues: deque[list[Order]]) -> list[Order]:
     """The next of the first queue that has one. One of them has, but another thread may take what
     was seen, and leave what comes in a queue that was seen empty."""
     while True:
@@ -282,6 +319,19 @@ class _Own:
     def __init__(self) -> None:
         self._page = memoryview(mmap.mmap(-1, PAGE_BYTES))
         self._room = memoryview(b"")
+
+    def move_all(self, orders: Sequence[Order], file: SsdFile) -> bool:
+        """Move the bytes of orders that follow each other in the file; False, and each is to be
+        done by itself, where that cannot be done by one call, or fails."""
+        views = [order.view for order in orders]
+        sector = file.sector_bytes
+        if any(v.readonly or len(v) % sector or address_of(v) % sector for v in views):
+            return False
+        call = file.preadv if orders[0].kind is Kind.READ else file.pwritev
+        try:
+            return call(views, orders[0].offset) == sum(map(len, views))
+        except OSError:
+            return False
 
     def do(self, order: Order, file: SsdFile) -> int:
         """Do an order; the digest of what was read. OSError."""

@@ -20,7 +20,7 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -119,17 +119,15 @@ class MappedFile(SsdFile):
 
     def preadv(self, views: Sequence[memoryview], offset: int) -> int:
         """As `SsdFile`."""
-        (view,) = views
-        memory = self._part(offset, len(view))
-        ctypes.memmove(address_of(view), address_of(memory), len(view))  # others run meanwhile
-        return len(view)
+        for view, memory in self._parts(views, offset):
+            ctypes.memmove(address_of(view), address_of(memory), len(view))  # others run meanwhile
+        return sum(map(len, views))
 
     def pwritev(self, views: Sequence[memoryview], offset: int) -> int:
         """As `SsdFile`."""
-        (view,) = views
-        memory = self._part(offset, len(view))
-        ctypes.memmove(address_of(memory), address_of(view), len(view))
-        return len(view)
+        for view, memory in self._parts(views, offset):
+            ctypes.memmove(address_of(memory), address_of(view), len(view))
+        return sum(map(len, views))
 
     def flush(self) -> None:
         """As `layout.Medium`; see the module's text."""
@@ -142,6 +140,13 @@ class MappedFile(SsdFile):
         """As `SsdFile`; the mapping goes with the last view of it."""
         self._memory = memoryview(b"")
         super().close()
+
+    def _parts(
+        self, views: Sequence[memoryview], offset: int
+    ) -> Iterator[tuple[memoryview, memoryview]]:
+        for view in views:
+            yield view, self._part(offset, len(view))
+            offset += len(view)
 
     def _part(self, offset: int, size_bytes: int) -> memoryview:
         part = self._memory[offset : offset + size_bytes]
