@@ -202,6 +202,9 @@ class Stand:
         index = Index(self._index_memory, size_bytes, 1)
         self.store = Store(Allocator(size_bytes, _SLAB))
         self.ledger_memory = memoryview(bytearray(LEDGER_BYTES))
+        self._written = b""
+        self._left_behind: dict[tuple[int, int], Row] = {}
+        """What the ledger said when that was written in it."""
         ledger = Ledger(self.ledger_memory)
         self.core = AgentCore(
             *(AgentOptions(node_id="node-1"), self.store, self.memory, random.Random(1)),
@@ -329,12 +332,17 @@ class Stand:
     def left_behind(self) -> dict[tuple[int, int], Row]:
         """What an agent would find that came after one which died now: who holds which block, by
         session and handle."""
-        memory = memoryview(bytearray(LEDGER_BYTES))
-        for part in (slice(_LEDGER_LOOK), slice(-MOMENT_BYTES, None)):
-            memory[part] = self.ledger_memory[part]
-        ledger = Ledger(memory)
-        rows = [*(row for _, row in ledger.found()), *given_lately(ledger)]
-        return {(row.session, row.number): row for row in rows}
+        parts = slice(_LEDGER_LOOK), slice(-MOMENT_BYTES, None)
+        written = b"".join(self.ledger_memory[part] for part in parts)
+        if written != self._written:
+            memory = memoryview(bytearray(LEDGER_BYTES))
+            for part in parts:
+                memory[part] = self.ledger_memory[part]
+            ledger = Ledger(memory)
+            rows = [*(row for _, row in ledger.found()), *given_lately(ledger)]
+            self._left_behind = {(row.session, row.number): row for row in rows}
+            self._written = written
+        return self._left_behind
 
     def _told(self, client: int, answer: bytes) -> None:
         told = list(ANSWER.iter_unpack(answer))

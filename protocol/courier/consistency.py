@@ -54,7 +54,7 @@ def check(courier: Any, clients: Collection[int]) -> None:
     assert unread == courier.unread, f"{courier.unread} READs are to be sent, not {unread}"
     taken = [each.landing for each in mine if each.landing != NOWHERE]
     assert len(set(taken)) == len(taken), f"landing places of two: {taken}"
-    heads = (ctypes.c_uint32 * HEADS).from_address(courier.heads)
+    heads = (ctypes.c_uint32 * HEADS).from_address(courier.heads)[:]
     found = sorted(n for head in heads if head for n in _alike(asked, head))
     entered = [number for number in in_use if asked[number].state != AskedState.JOINED]
     assert found == entered, f"{found} are found by their keys, not {entered}"
