@@ -850,6 +850,8 @@ def test_a_home_that_is_told_by_an_old_map_hands_a_block_on_that_it_has() -> Non
         put = BulkPut(1, epoch, pool.meaning_of(1) or 0, [header])
         assert serving.begin_put(put, header) == bulk.HELD
         assert node.core.handover.left == handed_on
+    serving.pushed(BlockId(1, key(1)), 4)
+    assert node.core.handover.left == 2, "who pushes does not say by which map"
 
 
 def test_what_is_found_on_the_disk_after_the_map_came_is_handed_over() -> None:

@@ -213,6 +213,15 @@ def test_whoever_is_to_see_to_a_block_says_whether_that_is_its_business() -> Non
         assert bench.core.hand_on(block(0)) == mine
 
 
+@pytest.mark.parametrize("settled", [0, 2])
+def test_a_repair_while_blocks_move_is_handed_on_by_who_gets_it(settled: int) -> None:
+    bench = Bench(1)
+    bench.use(pool([1, 2]))
+    bench.use(pool([2, 3, 4], settled=settled, epoch=2))
+    epochs = {call.node: call.epoch for call in bench.calls()}
+    assert epochs == ({3: bulk.OLDEST_MAP} if settled else {3: 2, 4: 2})
+
+
 def test_what_comes_to_a_settled_pool_is_not() -> None:
     bench = Bench(blocks=0)
     bench.use(pool([1, 2]))
