@@ -318,6 +318,7 @@ class Handover:
             self._ended(now, task, copy.size_bytes, outcome)
 
         deadline = now + CALL_TIMEOUT_S
+        # Who is given something else than a move may be about to hand its bucket over itself.
         epoch = pool.epoch if task.move or pool.is_settled else bulk.OLDEST_MAP
         self._outbox.calls.append(
             PutCall(

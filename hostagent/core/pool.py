@@ -114,23 +114,19 @@ class Pool:
         nodes = self.all_of(bucket)
         return nodes[: self._settled] if self._settled else nodes
 
-    def heirs_of(self, bucket: int) -> tuple[str, ...]:
-        """Those that are to have what this node holds of it: who is to take it over, or, where
-        nobody is and this node leaves, who holds it and stays."""
+    def heirs(self, bucket: int) -> tuple[int, ...]:
+        """Those that are to have what others hold of it, by index: who is to take it over, or,
+        where nobody is and a holder leaves, who holds it and stays."""
         nodes = self._buckets[bucket]
-        heirs = nodes[self._settled :] if self._settled else ()
-        if not heirs and self.index in self._leaving:
-            heirs = tuple(index for index in nodes if index not in self._leaving)
-        return tuple(self.nodes[index].node_id for index in heirs)
-
-    def takers_of(self, block: BlockId) -> frozenset[int]:
-        """Of a block that is to be handed over: the nodes, by index, that hold it afterwards, and
-        may lack it now."""
-        nodes = self.homes_of(block)
         if self._settled == 0:
-            return frozenset()
-        stay = [index for index in nodes if index not in self._leaving]
-        return frozenset(nodes[self._settled :] or (stay if len(stay) < len(nodes) else ()))
+            return ()
+        stay = tuple(index for index in nodes if index not in self._leaving)
+        return nodes[self._settled :] or (stay if len(stay) < len(nodes) else ())
+
+    def heirs_of(self, bucket: int) -> tuple[str, ...]:
+        """Those that are to have what this node holds of it."""
+        heirs = self.heirs(bucket)
+        return () if self.index in heirs else tuple(self.nodes[index].node_id for index in heirs)
 
     def held_buckets(self) -> list[int]:
         """The buckets that this node holds."""

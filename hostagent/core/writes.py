@@ -40,7 +40,7 @@ from kvcast.hostagent.core.store import (
 from kvcast.protocol.digests import MakeDigests
 from kvcast.protocol.links.bulk import EVICTED, PutCall
 from kvcast.protocol.messages import bulk, local
-from kvcast.protocol.messages.wire import BlockId
+from kvcast.protocol.messages.wire import BlockId, bucket_of
 
 ACK_HOME: Final = "home"
 ACK_LOCAL: Final = "local"
@@ -74,26 +74,26 @@ class _Put:
     ack: str
     homes: tuple[int, ...] = ()
     """The nodes that are to have it, in order, this one included."""
-    takers: frozenset[int] = frozenset()
+    heirs: frozenset[int] = frozenset()
     """Those of them that take its bucket over."""
     waiting: set[int] = field(default_factory=set)
     have: set[int] = field(default_factory=set)
     """The homes that have it."""
     asked: bool = False
     handed_on: bool = False
-    """Whether a home was asked to see to it that the takers get it; and whether one does."""
+    """Whether a home was asked to see to it that the heirs get it; and whether one does."""
     acknowledged: bool = False
     refused: str = local.UNAVAILABLE
 
     @property
-    def is_taken(self) -> bool:
+    def outlasts_moves(self) -> bool:
         """Whether it outlives what is being handed over."""
-        return not self.takers or self.handed_on or not self.takers.isdisjoint(self.have)
+        return not self.heirs or self.handed_on or not self.heirs.isdisjoint(self.have)
 
     @property
-    def is_home(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether that is so, and its first home has it."""
-        return bool(self.homes) and self.homes[0] in self.have and self.is_taken
+        return bool(self.homes) and self.homes[0] in self.have and self.outlasts_moves
 
 
 @dataclass(slots=True, eq=False)
@@ -185,7 +185,7 @@ class Writes:
         if copy.state == DOOMED:  # it was a block, and has been dropped since: nobody is sent it
             if ack == ACK_LOCAL:
                 self._answer(batch, put, local.OK)
-            put.takers = frozenset()
+            put.heirs = frozenset()
             self._settle(now, batch, put)
             return
         try:
@@ -198,7 +198,7 @@ class Writes:
         if pool is None or meaning is None or not put.homes:
             self._answer(batch, put, local.UNAVAILABLE)
             return
-        if ack == ACK_LOCAL or (ack == ACK_HOME and put.is_home):
+        if ack == ACK_LOCAL or (ack == ACK_HOME and put.has_arrived):
             self._answer(batch, put, local.OK)
         self._replicate(now, batch, put, pool, meaning)
         self._settle(now, batch, put)
@@ -211,7 +211,9 @@ class Writes:
             return _Put(position, copy, ack)
         homes = pool.homes_of(copy.block)
         have = {pool.index, *have_it} & {*homes}
-        return _Put(position, copy, ack, homes, pool.takers_of(copy.block), have=have)
+        return _Put(
+            position, copy, ack, homes, frozenset(pool.heirs(bucket_of(copy.block.key))), have=have
+        )
 
     @property
     def default_ack(self) -> str:
@@ -294,7 +296,7 @@ class Writes:
             if outcome in bulk.LANDED:
                 put.have.add(node)
                 put.handed_on |= epoch == bulk.OLDEST_MAP
-                if put.ack == ACK_HOME and put.is_home:
+                if put.ack == ACK_HOME and put.has_arrived:
                     self._answer(batch, put, local.OK)
             elif outcome == EVICTED:
                 late = self.replicate_late(copy.block, node_id)
@@ -319,15 +321,15 @@ class Writes:
         """All homes were tried: whoever has it acknowledges, if that is enough."""
         if put.waiting:
             return
-        if not put.takers <= put.have:
+        if not put.heirs <= put.have:
             put.handed_on |= self.hand_on(put.copy.block)
-        if not put.is_taken and put.have and not put.asked:
+        if not put.outlasts_moves and put.have and not put.asked:
             put.asked = True
             self._ask_to_hand_on(now, batch, put)
             if put.waiting:
                 return
         enough = len(put.homes) if put.ack == ACK_REPLICAS else 1
-        done = len(put.have) >= enough and put.is_taken
+        done = len(put.have) >= enough and put.outlasts_moves
         self._answer(batch, put, local.OK if done else put.refused)
 
     def _ask_to_hand_on(self, now: float, batch: PutBatch, put: _Put) -> None:

@@ -112,12 +112,11 @@ OLDEST_MAP: Final = 0
 
 class BulkPut(Struct, frozen=True, tag="put"):
     """Hold these blocks. `epoch`: of the caller's map, by which the callee is one of their homes,
-    and the caller sends them to all others; `OLDEST_MAP`: the callee is to hand them on, if they
-    are to be handed over;
-    `meaning`: what the namespace means to the caller (`meaning_of`). `follows`: the bytes of all
-    blocks, of `MAX_FOLLOWING_BYTES` at most, come at once; those that are not wanted are read and
-    thrown away, and the answer says what became of each. `spare`: only if there is room to spare,
-    so that nothing is evicted."""
+    and the caller sends them to all others; of an older map than the callee's, `OLDEST_MAP` for
+    one, the callee hands them on if they are to be handed over. `meaning`: what the namespace means
+    to the caller (`meaning_of`). `follows`: the bytes of all blocks, of `MAX_FOLLOWING_BYTES` at
+    most, come at once; those that are not wanted are read and thrown away, and the answer says what
+    became of each. `spare`: only if there is room to spare, so that nothing is evicted."""
 
     namespace: U16
     epoch: U64

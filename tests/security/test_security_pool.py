@@ -137,6 +137,13 @@ async def test_a_pool_works_over_tls_and_tells_nobody_who_may_not_know(
         seen = await asyncio.to_thread(status.fetch_status, url, access)
         assert seen["controller"]["reloads"] == {"certificates": 1, "tokens": 0}
         assert seen["controller"]["failed_reloads"] == {"certificates": 0, "tokens": 0}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{url}/metrics", ssl=access.context) as answer,
+        ):
+            shown = await answer.text()
+        assert 'kvcast_controller_reloads_total{file="certificates"} 1.0' in shown
+        assert 'kvcast_controller_failed_reloads_total{file="tokens"} 0.0' in shown
         said = await agents_metrics()
         assert b"kvcast_agent_tls_reloads_total 1.0" in said
         assert b"kvcast_agent_tls_failed_reloads_total 0.0" in said

@@ -259,7 +259,7 @@ class Disk:
         while self._queue.get():
             together = _first_of(*next(turns))
             file = self._files[together[0].file]
-            if len(together) > 1 and own.move_all(together, file):
+            if len(together) > 1 and _moved_together(together, file):
                 for order in together:
                     digest = digest_of(order.view) if order.kind is Kind.READ else 0
                     self._ended(order, DONE, digest)
@@ -284,21 +284,33 @@ def _runs(orders: Sequence[Order], most: int) -> Iterator[list[Order]]:
     run: list[Order] = []
     end = size_bytes = 0
     for order in orders:
-        size_bytes += len(order.view)
-        if not run or not (
-            order.offset == end
-            and len(run) < most
-            and size_bytes <= TOGETHER_BYTES
+        goes_on = (
+            0 < len(run) < most
+            and order.offset == end
+            and size_bytes + len(order.view) <= TOGETHER_BYTES
             and order.kind is run[0].kind is not Kind.FLUSH
             and (order.file, order.hurried) == (run[0].file, run[0].hurried)
-        ):
-            if run:
-                yield run
-            run, size_bytes = [], len(order.view)
+        )
+        if run and not goes_on:
+            yield run
+            run, size_bytes = [], 0
         run.append(order)
+        size_bytes += len(order.view)
         end = order.offset + len(order.view)
     if run:
         yield run
+
+
+def _moved_together(orders: Sequence[Order], file: SsdFile) -> bool:
+    """Move the bytes of orders that follow each other in the file; False, and each is to be
+    done by itself, where one call cannot do that: one is not aligned as the disk wants it, or
+    fails."""
+    views = [order.view for order in orders]
+    call = file.preadv if orders[0].kind is Kind.READ else file.pwritev
+    try:
+        return call(views, orders[0].offset) == sum(map(len, views))
+    except Exception:  # whatever it is, it is told of the order that meets it again
+        return False
 
 
 def _first_of(*queues: deque[list[Order]]) -> list[Order]:
@@ -319,19 +331,6 @@ class _Own:
     def __init__(self) -> None:
         self._page = memoryview(mmap.mmap(-1, PAGE_BYTES))
         self._room = memoryview(b"")
-
-    def move_all(self, orders: Sequence[Order], file: SsdFile) -> bool:
-        """Move the bytes of orders that follow each other in the file; False, and each is to be
-        done by itself, where that cannot be done by one call, or fails."""
-        views = [order.view for order in orders]
-        sector = file.sector_bytes
-        if any(v.readonly or len(v) % sector or address_of(v) % sector for v in views):
-            return False
-        call = file.preadv if orders[0].kind is Kind.READ else file.pwritev
-        try:
-            return call(views, orders[0].offset) == sum(map(len, views))
-        except OSError:
-            return False
 
     def do(self, order: Order, file: SsdFile) -> int:
         """Do an order; the digest of what was read. OSError."""
