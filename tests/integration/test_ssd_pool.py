@@ -21,7 +21,7 @@ import pytest
 from hostagent_harness import MIB, Pool, key_of, running_pool, until
 from huge_pages import huge_pages
 from kvcast.hostagent.client import AsyncClient
-from kvcast.hostagent.core.ssd import SsdTier
+from kvcast.hostagent.core.ssd import SsdRules, SsdTier
 from kvcast.hostagent.network.metrics_server import metrics_of
 from kvcast.hostagent.options import Options, SsdOptions
 from kvcast.hostagent.tiers.ssd import files
@@ -125,9 +125,10 @@ async def through_further_arenas(tmp_path: Path, folder: Path) -> None:
         options = with_ssd(1)(options)
         if not options.ssd.paths:
             return options
-        # A tenth of the far one is free at first: for all that comes down while a disk flushes.
         arenas = ((f"{folder}/near", 3 * MIB), (f"{folder}/far", 5 * MIB))
-        return replace(options, ssd=replace(options.ssd, arenas=arenas))
+        # A quarter of each is free, which holds all that comes down while a disk flushes.
+        rules = SsdRules(high_share=0.75, low_share=0.65)
+        return replace(options, ssd=replace(options.ssd, arenas=arenas, rules=rules))
 
     async with running_pool(tmp_path, 2, change) as pool:
         homes(pool, "node-1")
