@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvcast.bench.processor_time import machine_time, processor_time_s
 from kvcast.service.statistics import percentile, rounded
 from kvcast.topologies.pool import Pool
 
 _SAMPLE_S = 0.5
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class _Processors(NamedTuple):
@@ -130,27 +130,11 @@ async def _sample(pool: Pool, load: Load) -> None:
 
 
 def _read(pool: Pool, load: Load) -> None:
-    pool_s = time.process_time() + sum(_seconds_of(pid) for pid in pool.pids.values())
-    load.samples.append(_Processors(time.monotonic(), pool_s, machine_s()))
+    pool_s = time.process_time() + sum(processor_time_s(pid) for pid in pool.pids.values() if pid)
+    load.samples.append(_Processors(time.monotonic(), pool_s, machine_time().busy_s))
     links = read_links(pool.switch_stats_path)
     if links is not None and (not load.links or links.at_s > load.links[-1].at_s):
         load.links.append(links)
-
-
-def _seconds_of(pid: int | None) -> float:
-    """Processor time of a process; 0 if it has gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S  # utime, stime: proc(5)
-
-
-def machine_s() -> float:
-    """Processor time of everything since the machine started."""
-    with Path("/proc/stat").open() as file:
-        user, nice, system, _idle, _iowait, irq, softirq = map(int, file.readline().split()[1:8])
-    return (user + nice + system + irq + softirq) / _TICKS_PER_S
 
 
 def read_links(stats: Path) -> _Links | None:

@@ -1,4 +1,4 @@
-"""Processor time of other processes, from the kernel.
+"""Processor time of other processes and of the whole machine, from the kernel.
 
 Owns: how it is read. Must not know: whose it is.
 """
@@ -6,13 +6,32 @@ Owns: how it is read. Must not know: whose it is.
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
+from typing import NamedTuple
+
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def processor_time_s(pid: int) -> float:
-    """What all threads of the process have used so far."""
+    """What all threads of the process have used so far; 0 if it has gone."""
     used = 0
     for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         with contextlib.suppress(OSError):
             used += int(task.read_text().split()[0])
     return used / 1e9
+
+
+class MachineTime(NamedTuple):
+    """Processor time of everything since the machine started."""
+
+    busy_s: float
+    softirq_s: float
+    """Of it, the kernel's for what came from the network, mostly."""
+
+
+def machine_time() -> MachineTime:
+    """What the machine's processors have done so far, in ticks of 10 ms (proc(5))."""
+    with Path("/proc/stat").open() as file:
+        user, nice, system, _idle, _iowait, irq, softirq = map(int, file.readline().split()[1:8])
+    return MachineTime((user + nice + system + irq + softirq) * _TICK_S, softirq * _TICK_S)

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from kvcast.bench.processor_time import machine_time
 from kvcast.hostagent.client import AsyncClient
 from kvcast.native.linux import SOL_PACKET
 from kvcast.protocol.messages.roce import ROCE_UDP_PORT
@@ -69,12 +70,12 @@ class _Times:
     def now(self) -> dict[str, float]:
         tick_s = 1 / os.sysconf("SC_CLK_TCK")
         agent = self._agent.read_text().rsplit(")", 1)[1].split()
-        machine = [int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+        machine = machine_time()
         return {
             "agent_s": (int(agent[11]) + int(agent[12])) * tick_s,
             "agent_system_s": int(agent[12]) * tick_s,
-            "machine_s": (sum(machine) - machine[3] - machine[4]) * tick_s,
-            "softirq_s": machine[6] * tick_s,
+            "machine_s": machine.busy_s,
+            "softirq_s": machine.softirq_s,
         }
 
 

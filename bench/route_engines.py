@@ -56,7 +56,7 @@ import aiohttp
 from kvcast.bench.engines.command import add_options, measured
 from kvcast.bench.engines.engine import START_S, EngineError, make_model, transfer
 from kvcast.bench.engines.server import Server, Streamed, stream
-from kvcast.bench.load import machine_s
+from kvcast.bench.processor_time import machine_time
 from kvcast.bench.route import Kvcast, PrefixHash, RoundRobin, figures, of_trace, scaled
 from kvcast.bench.route_simulation import EngineModel, SimulatedRequest, Simulation
 from kvcast.routing.core.costs import CostModel
@@ -167,7 +167,7 @@ class Bench:
         played = self.played.setdefault(name, Played())
         prompts = [prompt_of(one, salt) for one in requests]
         first_s = requests[0].arrives_s
-        began, spent_s = time.monotonic(), machine_s()
+        began, spent_s = time.monotonic(), machine_time().busy_s
 
         async def ask(request: SimulatedRequest, prompt: list[int]) -> None:
             due = began + request.arrives_s - first_s
@@ -190,7 +190,7 @@ class Bench:
             *(ask(one, prompt) for one, prompt in zip(requests, prompts, strict=True))
         )
         elapsed_s = time.monotonic() - began
-        played.busy.append((machine_s() - spent_s) / elapsed_s / (os.cpu_count() or 1))
+        played.busy.append((machine_time().busy_s - spent_s) / elapsed_s / (os.cpu_count() or 1))
         say(f"{name}: {played.report()}")
 
     async def wrong_outputs(self, requests: Sequence[SimulatedRequest], salt: str) -> int:

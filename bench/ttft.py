@@ -74,7 +74,7 @@ from kvcast.bench.engines.command import add_options, measured
 from kvcast.bench.engines.damage import corrupt
 from kvcast.bench.engines.engine import Engine, EngineError, Prompt, make_model
 from kvcast.bench.engines.ways import MODEL, STORE_BYTES, WAYS, OneNetwork, Way
-from kvcast.bench.load import machine_s
+from kvcast.bench.processor_time import machine_time
 from kvcast.bench.replay import EGRESS_COUNTERS
 from kvcast.bench.ttft_report import RECOMPUTE, Case, Found, case_name, merged, whole, worst
 from kvcast.hostagent.client import Client
@@ -157,13 +157,13 @@ class Ttft:
         self, name: str, prefix_tokens: int, prompts: Sequence[Prompt], readers: Sequence[Engine]
     ) -> list[dict[str, Any]]:
         """Ask each engine for its prompt at the same moment."""
-        passed, spent_s = self._network.link_bytes(), machine_s()
+        passed, spent_s = self._network.link_bytes(), machine_time().busy_s
         began = time.monotonic()
         told = await asyncio.gather(
             *(one.generate([prompt], 1) for one, prompt in zip(readers, prompts, strict=True))
         )
         elapsed_s = time.monotonic() - began
-        spent_s = machine_s() - spent_s
+        spent_s = machine_time().busy_s - spent_s
         most = max(
             now - before for now, before in zip(self._network.link_bytes(), passed, strict=True)
         )
