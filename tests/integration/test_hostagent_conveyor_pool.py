@@ -118,26 +118,33 @@ def test_what_lies_on_the_homes_disk_comes_as_well_and_what_lies_on_ones_own_is_
     engines: Engines, keys: list[bytes]
 ) -> None:
     size_bytes = 500_000
-    keys = home_keys(engines.pool, HOME, 160, "more than the arena has room for")
-    for key in keys:
-        engines.put(key, size_bytes)
-        engines.wait_for_the_disk()
-    for turn in range(2):
-        tiers = []
-        for first in range(0, 160, 4):
+
+    def put_and_read(keys: list[bytes]) -> None:
+        for key in keys:
+            engines.put(key, size_bytes)
             engines.wait_for_the_disk()
-            alone, *together = keys[first : first + 4]
-            blocks = engines.other.get(engines.namespace, [alone], PATIENCE_S)
-            blocks += engines.other.get(engines.namespace, together, PATIENCE_S)
-            for key, block in zip(keys[first : first + 4], blocks, strict=True):
-                assert block is not None
-                with block:
-                    assert bytes(block.data) == content_of(key, size_bytes)
-                    tiers.append(block.tier)
-        assert ("ssd" in tiers) == (turn == 1)
-    stats = engines.other.stats()
+        for turn in range(2):
+            tiers = []
+            for first in range(0, len(keys), 4):
+                engines.wait_for_the_disk()
+                alone, *together = keys[first : first + 4]
+                blocks = engines.other.get(engines.namespace, [alone], PATIENCE_S)
+                blocks += engines.other.get(engines.namespace, together, PATIENCE_S)
+                for key, block in zip(keys[first : first + 4], blocks, strict=True):
+                    assert block is not None
+                    with block:
+                        assert bytes(block.data) == content_of(key, size_bytes)
+                        tiers.append(block.tier)
+            assert ("ssd" in tiers) == (turn == 1)
+
+    until = time.monotonic() + 2 * PATIENCE_S
+    # On a machine that is busy the courier may give all up before it is told that they lie below.
+    for attempt in itertools.count():
+        put_and_read(home_keys(engines.pool, HOME, 160, f"more than has room, {attempt}"))
+        if engines.other.stats()["courier_handed_over_below_total"]:
+            break
+        assert time.monotonic() < until
     assert engines.conveyed_bytes() > 0
-    assert stats["courier_handed_over_below_total"] > 0
     assert engines.home.stats()["ssd_promotions_total"] > 0
 
 
