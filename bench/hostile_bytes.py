@@ -164,6 +164,7 @@ def _request(rng: random.Random, namespace: int, held: Sequence[bytes]) -> Any:
     return rng.choice(
         (
             local.Get(number, namespace, keys, rng.choice((0.0, 0.001, 0.02))),
+            local.Get(number, namespace, keys, 0.02, parents=keys[::-1], depths=handles),
             local.Exists(number, namespace, b"".join(keys[:4])[: rng.choice((64, 64, 63))], 0.02),
             local.Alloc(number, namespace, fresh, [rng.choice((1, 1000, 1 << 30))] * some),
             local.Alloc(number, namespace, fresh, [1] * (some + 1)),

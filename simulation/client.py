@@ -322,7 +322,10 @@ class Client:
                     then(name, block.status == local.OK)
 
         keys = [key for (_, key), _ in asked]
-        request = local.Get(number, namespace, keys, deadline_s, gather_ms, group, expect)
+        request = local.Get(
+            *(number, namespace, keys, deadline_s, gather_ms, group, expect),
+            *self._places([name for name, _ in asked]),
+        )
         meaning = self._local.meaning(namespace)
         few = len(keys) <= MAX_MANY and not (gather_ms or group or expect)
         if self._courier is None or not few or meaning is None:
@@ -518,10 +521,9 @@ class Client:
             if rooms and not give_up:
                 self._commit(rooms, ack, then)
 
-        before = [self._before(name) for name in names]
         alloc = local.Alloc(
             *(number, names[0][0], [key for _, key in names], list(map(len, contents))),
-            *([parent for parent, _ in before], [depth for _, depth in before]),
+            *self._places(names),
         )
         self._ask(alloc, number, allocated)
 
@@ -646,7 +648,16 @@ class Client:
         """Have blocks fetched that nobody waits for."""
         number = self._number()
         keys = [key for _, key in names]
-        self._ask(local.Prefetch(number, names[0][0], keys, deadline_s), number, _ignore)
+        parents, depths = self._places(names)
+        prefetch = local.Prefetch(
+            *(number, names[0][0], keys, deadline_s), parents=parents, depths=depths
+        )
+        self._ask(prefetch, number, _ignore)
+
+    def _places(self, names: list[Name]) -> tuple[list[bytes], list[int]]:
+        """The keys before these in their prefix, and how many are before each."""
+        before = [self._before(name) for name in names]
+        return [parent for parent, _ in before], [depth for _, depth in before]
 
     def exists(self, names: list[Name]) -> None:
         """Ask how long a prefix the pool holds."""

@@ -11,8 +11,8 @@ the other. Must not know: how a store keeps to them, or which policy chooses wha
 - **Age.** A copy of a namespace whose blocks live for a time after they were stored is gone when it
   has been there for so long, by the host's own clock, whatever the wall clock says.
 - **Bounds.** What waits in an agent is never more than its options say.
-- **Prefix.** Where the policy is `value`, a block that came to a block before it in its prefix does
-  not stay without it.
+- **Prefix.** Where the policy is `value`, a block that was there together with the block before it
+  in its prefix does not stay without it.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ class _Shelf:
         self.copies: dict[BlockId, Copy] = {}
         self.since: dict[BlockId, float] = {}
         """When a copy was seen first, by the host's clock."""
-        self.came_after: dict[BlockId, Copy] = {}
-        """The copy that was before one in its prefix when that came."""
+        self.behind: dict[BlockId, Copy] = {}
+        """The copy that was there, too, and before one in its prefix."""
 
     def note(self, now: dict[BlockId, Copy], at: float) -> None:
         """This lies there; remember what has come."""
         for block in self.copies.keys() - now.keys():
             del self.since[block]
-            self.came_after.pop(block, None)
+            self.behind.pop(block, None)
         for block, copy in now.items():
-            if self.copies.get(block) is copy:
-                continue
-            self.since[block] = at
-            self.came_after.pop(block, None)
-            above = now.get(BlockId(block.namespace, copy.parent)) if copy.parent else None
-            if above is not None and self.copies.get(above.block) is above:
-                self.came_after[block] = above
+            if self.copies.get(block) is not copy:
+                self.since[block] = at
+                self.behind.pop(block, None)
+            if copy.parent and block not in self.behind:
+                above = now.get(BlockId(block.namespace, copy.parent))
+                if above is not None:
+                    self.behind[block] = above
         self.copies = now
 
     def begin_anew(self, namespaces: set[int]) -> None:
-        """Another policy may rule these, which need not know what came after what."""
-        for block in [b for b in self.came_after if b.namespace in namespaces]:
-            del self.came_after[block]
+        """Another policy may rule these, which need not know what is behind what."""
+        for block in [b for b in self.behind if b.namespace in namespaces]:
+            del self.behind[block]
 
 
 class Held:
@@ -200,10 +200,10 @@ class Held:
 
     def _look_at_prefix(self, block: BlockId) -> None:
         shelf = self._shelves["dram"]
-        above = shelf.came_after.get(block)
+        above = shelf.behind.get(block)
         if above is not None and shelf.copies.get(above.block) is not above:
             raise ViolationError(
                 0,
                 f"host {self._process.host.number} holds a block of namespace {block.namespace} "
-                "without the one before it, which it had when that block came",
+                "without the one before it, which it had together with that block",
             )

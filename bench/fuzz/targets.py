@@ -194,7 +194,9 @@ def client_messages() -> list[local.ClientMessage]:
     return [
         local.Hello(local.LOCAL_PROTOCOL_VERSION, "fuzz"),
         local.Get(1, 1, keys, 0.01),
+        local.Get(1, 1, keys, 0.01, parents=[b"", KEY], depths=[0, 1]),
         local.Prefetch(2, 1, keys, 0.01),
+        local.Prefetch(2, 1, keys, 0.01, parents=[b"", KEY], depths=[0, 1]),
         local.Alloc(3, 1, keys, [100, 5000]),
         local.Alloc(3, 1, keys, [100, 5000], [b"", KEY], [0, 1]),
         local.Commit(4, [1]),

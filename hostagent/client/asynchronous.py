@@ -15,7 +15,14 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
 from kvcast.hostagent.client.blocking import RETRY_S, has_ended
-from kvcast.hostagent.client.conversation import READ_BYTES, Arrived, Ask, Call, Conversation
+from kvcast.hostagent.client.conversation import (
+    READ_BYTES,
+    Arrived,
+    Ask,
+    Call,
+    Conversation,
+    Prefix,
+)
 from kvcast.hostagent.client.errors import AgentGoneError, KvcastError
 from kvcast.protocol.links.backoff import Backoff
 from kvcast.protocol.messages import local
@@ -94,6 +101,11 @@ class AsyncClient:
         """How many of `keys`, counted from the first without a gap, this node's memory holds; 0
         also where that is not known without asking the agent. In any thread."""
         return self._conversation.near(namespace, keys)
+
+    def of_prefixes(self, namespace: int) -> bool:
+        """Whether it is worth saying `prefix` in gets and puts there, by what was known when
+        `namespace` found this number: its policy looks at it."""
+        return self._conversation.of_prefixes(namespace)
 
     @classmethod
     async def connect(
@@ -326,13 +338,16 @@ class AsyncClient:
         gather_ms: int = 0,
         group: int = 0,
         expect: bool = False,
+        prefix: Prefix = (),
     ) -> AsyncGenerator[Arrived, None]:
         """As `get_outcomes`, each as soon as it is there: pairs of a key's position in `keys` and
         its outcome; first those that this node holds. Blocks are the caller's once it has them; of
         an iterator that is given up (`aclose`), the rest are released."""
         conversation = self._conversation
         conversation.check()
-        here, parts = conversation.get_parts(namespace, keys, deadline_s, gather_ms, group, expect)
+        here, parts = conversation.get_parts(
+            namespace, keys, deadline_s, gather_ms, group, expect, prefix
+        )
         arrived = deque(here)
         asked = {asyncio.create_task(self._exchange(part.ask)) for part in parts.values()}
         try:

@@ -16,7 +16,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Concatenate, Final, ParamSpec, TypeVar, cast
 
-from kvcast.hostagent.client.conversation import READ_BYTES, Arrived, Ask, Call, Conversation
+from kvcast.hostagent.client.conversation import (
+    READ_BYTES,
+    Arrived,
+    Ask,
+    Call,
+    Conversation,
+    Prefix,
+)
 from kvcast.hostagent.client.errors import AgentGoneError, KvcastError
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.questions import COURIER_BYTES
@@ -102,6 +109,10 @@ class Client:
     def near(self, namespace: int, keys: Sequence[bytes]) -> int:
         """As `AsyncClient.near`."""
         return self._conversation.near(namespace, keys)
+
+    def of_prefixes(self, namespace: int) -> bool:
+        """As `AsyncClient.of_prefixes`."""
+        return self._conversation.of_prefixes(namespace)
 
     def _shake_hands(self, sock: socket.socket, hello: bytes, timeout_s: float) -> None:
         sock.settimeout(timeout_s)
@@ -264,13 +275,16 @@ class Client:
         gather_ms: int = 0,
         group: int = 0,
         expect: bool = False,
+        prefix: Prefix = (),
     ) -> Iterator[Arrived]:
         """As `get_outcomes`, each as soon as it is there: pairs of a key's position in `keys` and
         its outcome; first those that this node holds. Blocks are the caller's once it has them; of
         an iterator that is given up (`close`), the rest are released."""
         conversation = self._conversation
         conversation.check()
-        here, parts = conversation.get_parts(namespace, keys, deadline_s, gather_ms, group, expect)
+        here, parts = conversation.get_parts(
+            namespace, keys, deadline_s, gather_ms, group, expect, prefix
+        )
         arrived = deque(here)
         end = time.monotonic() + max((part.ask.patience_s for part in parts.values()), default=0)
         try:

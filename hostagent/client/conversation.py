@@ -119,6 +119,8 @@ _Result: TypeAlias = Block | Outcome
 Arrived: TypeAlias = tuple[int, Outcome]
 """Where a key stands in a get, and what came of it."""
 Ack: TypeAlias = local.PutAck
+Prefix: TypeAlias = Sequence[bytes] | Mapping[bytes, tuple[bytes, int]]
+"""See `Conversation.reserve`."""
 T = TypeVar("T")
 R = TypeVar("R", bound=local.AgentReply)
 Call: TypeAlias = Generator[Ask, local.AgentReply, T]
@@ -137,6 +139,7 @@ class Conversation:
         self._forked = False
         self._closed = False
         self._local: LocalBlocks | None = None
+        self._of_prefixes: dict[int, bool] = {}
         self._codec = MessageCodec[local.ServerMessage](
             local.ServerMessage, max_message_bytes=MAX_LOCAL_MESSAGE_BYTES
         )
@@ -545,6 +548,7 @@ class Conversation:
         gather_ms: int = 0,
         group: int = 0,
         expect: bool = False,
+        prefix: Prefix = (),
     ) -> Call[list[Block | None]]:
         """Get blocks, pinned in the arena; None for each that could not be had in time.
 
@@ -552,13 +556,16 @@ class Conversation:
         home may hold its answer so that others can join; worth it where many nodes read the same
         at about the same time. `group`: a reader group of `namespace` (see `group`), all of whose
         members get the answer; with `expect`, another member is known to read these blocks, and
-        this node only asks for what then is missing.
+        this node only asks for what then is missing. `prefix`: as in `reserve`, for this node's own
+        copies; what is asked for with it does not come by the courier.
 
         Raises UnknownNamespaceError, ForbiddenError or UnavailableError for the namespace;
         BusyError, NoRoomError or QuotaError never: such a block counts as a miss, and
         `get_outcomes` says why. A call that fails leaves nothing pinned.
         """
-        results = yield from self._get(namespace, keys, deadline_s, gather_ms, group, expect)
+        results = yield from self._get(
+            namespace, keys, deadline_s, gather_ms, group, expect, prefix
+        )
         return [result if type(result) is Block else None for result in results]
 
     def get_outcomes(
@@ -570,9 +577,12 @@ class Conversation:
         gather_ms: int = 0,
         group: int = 0,
         expect: bool = False,
+        prefix: Prefix = (),
     ) -> Call[list[Outcome]]:
         """As `get`, with the reason for every block that is missing."""
-        results = yield from self._get(namespace, keys, deadline_s, gather_ms, group, expect)
+        results = yield from self._get(
+            namespace, keys, deadline_s, gather_ms, group, expect, prefix
+        )
         return list(map(_as_outcome, results))
 
     def _get(
@@ -583,12 +593,14 @@ class Conversation:
         gather_ms: int,
         group: int,
         expect: bool,
+        prefix: Prefix,
     ) -> Call[list[_Result]]:
         checked = _check_keys(keys)
         results = self._local_results(namespace, checked)
         if None not in results:
             return cast(list[_Result], results)
         missing = [position for position, result in enumerate(results) if result is None]
+        places_of = _places_of(prefix)
         end = time.monotonic() + deadline_s
         try:
             for part, places in enumerate(_parts(missing, MAX_KEYS)):
@@ -598,9 +610,12 @@ class Conversation:
                     checked if len(places) == len(checked) else [checked[place] for place in places]
                 )
                 number = next(self._numbers)
-                request = local.Get(number, namespace, batch, deadline_s, gather_ms, group, expect)
+                request = local.Get(
+                    *(number, namespace, batch, deadline_s, gather_ms, group, expect),
+                    *_stated(places_of, batch),
+                )
                 courier = b""
-                if not (gather_ms or group or expect):
+                if not (gather_ms or group or expect or prefix):
                     courier = self._for_courier(number, namespace, batch, deadline_s)
                 ask = Ask(request, deadline_s + GRACE_S, courier, namespace)
                 got = self._checked((yield ask), local.Got)
@@ -645,6 +660,7 @@ class Conversation:
         gather_ms: int,
         group: int,
         expect: bool,
+        prefix: Prefix,
     ) -> tuple[list[Arrived], dict[int, Part]]:
         """A get whose results are taken as they come: what is here, and questions about the rest,
         by number, that are to be asked at once; their answers are for `part_outcomes`."""
@@ -653,11 +669,13 @@ class Conversation:
         here = [(at, _as_outcome(one)) for at, one in enumerate(results) if one is not None]
         missing = [at for at, one in enumerate(results) if one is None]
         parts = {}
+        places_of = _places_of(prefix)
         # As few keys in a question as there may be, so that none waits for another.
         for places in _parts(missing, min(MAX_KEYS, -(-len(missing) // MOST_PARTS) or 1)):
             batch = [checked[place] for place in places]
             request = local.Get(
-                next(self._numbers), namespace, batch, deadline_s, gather_ms, group, expect
+                *(next(self._numbers), namespace, batch, deadline_s, gather_ms, group, expect),
+                *_stated(places_of, batch),
             )
             parts[request.request] = Part(Ask(request, deadline_s + GRACE_S), places, batch)
         return here, parts
@@ -677,13 +695,16 @@ class Conversation:
         gather_ms: int = 0,
         group: int = 0,
         expect: bool = False,
+        prefix: Prefix = (),
     ) -> Call[int]:
         """Have blocks fetched into the arena, without waiting and without pinning them; returns
         how many of them were not there yet."""
         count = 0
+        places_of = _places_of(prefix)
         for batch in _batches(keys):
             request = local.Prefetch(
-                next(self._numbers), namespace, batch, deadline_s, gather_ms, group, expect
+                *(next(self._numbers), namespace, batch, deadline_s, gather_ms, group, expect),
+                *_stated(places_of, batch),
             )
             count += yield from self._count(request, GRACE_S)
         return count
@@ -694,7 +715,7 @@ class Conversation:
         blocks: Mapping[bytes, Buffer],
         *,
         ack: Ack = "",
-        prefix: Sequence[bytes] = (),
+        prefix: Prefix = (),
     ) -> Call[None]:
         """Put blocks (16-byte key to bytes) into the pool. Returns when each is at its home (`ack`
         "home"), at its home and all replicas ("replicas"), or on this node ("local"); by default
@@ -760,7 +781,7 @@ class Conversation:
             self._rooms[like] = committed.room
 
     def reserve(
-        self, namespace: int, sizes: Mapping[bytes, int], *, prefix: Sequence[bytes] = ()
+        self, namespace: int, sizes: Mapping[bytes, int], *, prefix: Prefix = ()
     ) -> Call[Reservation]:
         """Room in the arena for blocks (16-byte key to size in bytes), to be written in place: put
         without a copy. Write every byte of the result's `views`, then call `commit`; used as a
@@ -769,25 +790,25 @@ class Conversation:
         raises for the namespace.
 
         `prefix`: all keys of the prefix that the blocks are of, from its beginning and in order,
-        those that are stored already included. A namespace with the policy value then holds none
-        of them without those before it, and keeps longer what costs more to compute again.
+        those that are stored already included; or by key, where the blocks are of several, the
+        key before it (b"" for the first) and how many are before it. A namespace with the policy
+        value then holds none of them without those before it, and keeps longer what costs more to
+        compute again.
         """
         _check_keys(list(sizes))
-        depths = {key: depth for depth, key in enumerate(_check_keys(prefix))}
+        places_of = _places_of(prefix)
         if any(not 0 < size_bytes < 1 << 32 for size_bytes in sizes.values()):
             raise ValueError("a block has at least one byte, and less than 4 GiB")
         reservation = Reservation(self._abort, namespace)
         try:
             for part in _parts(list(sizes.items()), MAX_KEYS):
                 keys = [key for key, _ in part]
-                at = [depths.get(key, 0) for key in keys]
                 alloc = local.Alloc(
                     next(self._numbers),
                     namespace,
                     keys,
                     [size_bytes for _, size_bytes in part],
-                    [prefix[depth - 1] if depth else b"" for depth in at] if prefix else [],
-                    at if prefix else [],
+                    *_stated(places_of, keys),
                 )
                 allocated = yield from self._ask(alloc, local.Allocated, GRACE_S)
                 self._enter(reservation, part, allocated)
@@ -965,7 +986,13 @@ class Conversation:
         found = yield from self._ask(request, local.FoundNamespace, SLOW_REQUEST_S)
         if self._local is not None:
             self._local.told(found.info.namespace, meaning_of(found.info))
+        self._of_prefixes[found.info.namespace] = found.info.settings.of_prefixes
         return found.info.namespace
+
+    def of_prefixes(self, namespace: int) -> bool:
+        """Whether it is worth saying `prefix` in gets and puts, so far as that was known when
+        `namespace` found this one."""
+        return self._of_prefixes.get(namespace, False)
 
     def group(self, namespace: int, nodes: Sequence[str]) -> Call[int]:
         """The number of the reader group of these nodes (node ids), made if it is new."""
@@ -1046,6 +1073,27 @@ def _check_keys(keys: Sequence[bytes]) -> list[bytes]:
         wrong = next(len(key) for key in checked if len(key) != KEY_BYTES)
         raise ValueError(f"a key is {KEY_BYTES} bytes, not {wrong}")
     return checked
+
+
+def _places_of(prefix: Prefix) -> Mapping[bytes, tuple[bytes, int]]:
+    """By key, the key before it and how many are before it."""
+    if isinstance(prefix, Mapping):
+        _check_keys([*prefix, *(above for above, _ in prefix.values() if above)])
+        if any(not 0 <= depth < 1 << 32 for _, depth in prefix.values()):
+            raise ValueError("how many keys are before one is 0 or more, and less than 2^32")
+        return prefix
+    keys = _check_keys(prefix)
+    return {key: (keys[at - 1] if at else b"", at) for at, key in enumerate(keys)}
+
+
+def _stated(
+    places_of: Mapping[bytes, tuple[bytes, int]], keys: list[bytes]
+) -> tuple[list[bytes], list[int]]:
+    """What a question says of its keys' places; nothing where nothing is known."""
+    if not places_of:
+        return [], []
+    places = [places_of.get(key, (b"", 0)) for key in keys]
+    return [above for above, _ in places], [depth for _, depth in places]
 
 
 def _batches(keys: Sequence[bytes]) -> Iterator[list[bytes]]:

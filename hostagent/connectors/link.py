@@ -27,7 +27,7 @@ from kvcast.hostagent.client import (
     KvcastError,
     PutError,
 )
-from kvcast.hostagent.client.conversation import Ack
+from kvcast.hostagent.client.conversation import Ack, Prefix
 from kvcast.hostagent.connectors.agent_link import (
     ARENA_SHARE,
     NOT_NEAR,
@@ -38,7 +38,7 @@ from kvcast.hostagent.connectors.agent_link import (
 from kvcast.hostagent.connectors.checks import Checkers, Checks
 from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.loads import LoadTable, OpenLoad
-from kvcast.hostagent.connectors.naming import NamespaceName, keys_of
+from kvcast.hostagent.connectors.naming import NamespaceName, keys_of, places_of
 from kvcast.hostagent.connectors.planner import Load, Lookup, Save
 from kvcast.hostagent.connectors.weighing import Meter, Window
 from kvcast.protocol.messages.local import MAX_KEYS, TIERS
@@ -259,7 +259,7 @@ class Link(AgentLink):
                 with contextlib.suppress(KvcastError, UnreachableError):
                     if lookup.awaited:
                         keys += await self._parts_of(lookup.hashes[held:], groups, probe)
-                    await self._prefetch(keys[:PREFETCH_KEYS], lookup.readers)
+                    await self._prefetch(keys[:PREFETCH_KEYS], lookup, groups)
 
         self._do(ask)
 
@@ -287,12 +287,16 @@ class Link(AgentLink):
             there += [keys[group] for keys in chains[:count]]
         return there
 
-    async def _prefetch(self, keys: Sequence[bytes], readers: Sequence[str]) -> None:
+    async def _prefetch(self, keys: Sequence[bytes], lookup: Lookup, groups: int) -> None:
         """Have the agent fetch these; with several readers, as their group."""
         if keys:
             client, namespace = await self._ready()
+            readers = lookup.readers
+            prefix: Prefix = ()
+            if client.of_prefixes(namespace):
+                prefix = places_of(b"", lookup.hashes, 0, groups)
             if len(readers) < 2 or client.node_id not in readers:
-                await client.prefetch(namespace, keys)
+                await client.prefetch(namespace, keys, prefix=prefix)
                 return
             group = await client.group(namespace, list(readers))
             some = dict(enumerate(keys))
@@ -300,7 +304,10 @@ class Link(AgentLink):
             for theirs, expect in ((asked, False), (expected, True)):
                 if theirs:
                     await client.prefetch(
-                        namespace, list(theirs.values()), group=group, expect=expect
+                        *(namespace, list(theirs.values())),
+                        group=group,
+                        expect=expect,
+                        prefix=prefix,
                     )
 
     def agree(self, facts: bytes, differs: Callable[[bytes], None]) -> None:
@@ -456,6 +463,9 @@ class Link(AgentLink):
         client, namespace = await self._ready()
         parts, keys = list(some), list(some.values())
         left_s = max(opened.deadline - time.monotonic(), 0.001)
+        groups = opened.groups
+        blocks = range(min(parts) // groups, max(parts) // groups + 1)
+        prefix = self._prefix_of(client, namespace, opened.load, blocks, groups)
         corrupt: list[bytes] = []
 
         def landed(place: int, block: Block, right: bool) -> None:
@@ -471,7 +481,9 @@ class Link(AgentLink):
                 await self._drop(client, namespace, corrupt.pop())
 
         checks = Checks(self._checkers, landed, verify=self._options.verify)
-        arrivals = client.get_each(namespace, keys, left_s, group=self._group, expect=expect)
+        arrivals = client.get_each(
+            *(namespace, keys, left_s), group=self._group, expect=expect, prefix=prefix
+        )
         async with contextlib.aclosing(arrivals):
             with contextlib.closing(checks):
                 async for place, outcome in arrivals:
@@ -515,6 +527,17 @@ class Link(AgentLink):
     def _block_id(block_ids: Sequence[Sequence[int]], memory: EngineMemory, part: int) -> int:
         index, group = divmod(part, len(memory.part_bytes))
         return block_ids[memory.cache_group[group]][index]
+
+    @staticmethod
+    def _prefix_of(
+        client: AsyncClient, namespace: int, of: Load | Save, blocks: range, groups: int
+    ) -> Prefix:
+        """What is to be said of the prefix that these of its blocks are of."""
+        if not client.of_prefixes(namespace):
+            return ()
+        before = of.hashes[blocks.start - 1] if blocks.start else of.before
+        hashes = of.hashes[blocks.start : blocks.stop]
+        return places_of(before, hashes, of.first + blocks.start, groups)
 
     def _window(self, client: AsyncClient, memory: EngineMemory) -> int:
         """How many parts to have in the arena at once."""
@@ -603,7 +626,8 @@ class Link(AgentLink):
                     sources[keys[part]] = (part, block_id)
         if sources:
             sizes = {key: memory.part_bytes[part] for key, (part, _) in sources.items()}
-            with await client.reserve(namespace, sizes) as room:
+            prefix = self._prefix_of(client, namespace, save, blocks, groups)
+            with await client.reserve(namespace, sizes, prefix=prefix) as room:
                 for key, view in room.views.items():
                     part, block_id = sources[key]
                     memory.read(part, block_id, view)

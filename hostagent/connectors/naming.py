@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -85,6 +86,21 @@ def _short(text: str) -> str:
     if len(text) <= _TEXT_CHARS:
         return text
     return text[: _TEXT_CHARS - 33] + "#" + hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def places_of(
+    before: bytes, hashes: Sequence[bytes], first: int, groups: int
+) -> dict[bytes, tuple[bytes, int]]:
+    """Of the keys of consecutive engine blocks, the `first`-th of a prompt and those behind it, the
+    key before each and how many are before it, as a client's `prefix`. `before`: the hash of the
+    block before the first, b"" where there is none. Each group of layers is a prefix of its own."""
+    above = keys_of(before, groups) if before else [b""] * groups
+    places: dict[bytes, tuple[bytes, int]] = {}
+    for depth, one in enumerate(hashes, first):
+        keys = keys_of(one, groups)
+        places.update(zip(keys, ((key, depth) for key in above), strict=True))
+        above = keys
+    return places
 
 
 def keys_of(block_hash: bytes, groups: int) -> list[bytes]:

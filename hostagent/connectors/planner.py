@@ -84,7 +84,8 @@ class Lookup:
 class Load:
     """To be loaded within `left_s`: the request's blocks `first`, `first` + 1, … into the engine's
     memory; `block_ids`: for each of the engine's cache groups, where each block goes. `by_layers`:
-    the engine computes the request's other tokens meanwhile, and waits before each layer."""
+    the engine computes the request's other tokens meanwhile, and waits before each layer. `before`:
+    the hash of the block before the first, b"" where there is none."""
 
     request: str
     number: int
@@ -93,6 +94,7 @@ class Load:
     block_ids: tuple[tuple[int, ...], ...]
     left_s: float
     by_layers: bool = False
+    before: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class Save:
     hashes: tuple[bytes, ...]
     block_ids: tuple[tuple[int, ...], ...]
     left_s: float
+    before: bytes = b""
 
 
 class Stage(enum.Enum):
@@ -427,6 +430,7 @@ class Planner:
                 tuple(tuple(ids[here : here + count]) for ids in block_ids),
                 max(0.0, began + self._options.deadline_s - now),
                 by_layers,
+                hashes[here - 1] if here else b"",
             )
         )
         if by_layers:
@@ -573,6 +577,7 @@ class Planner:
             tuple(hashes[first:until]),
             tuple(tuple(ids[first:until]) for ids in block_ids),
             options.save_s,
+            hashes[first - 1] if first else b"",
         )
         self._saving[save.number] = _Saving(name, save.hashes, save.block_ids)
         self._in_save.update(save.hashes)

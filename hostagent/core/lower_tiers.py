@@ -39,6 +39,11 @@ class LowerTiers:
         """As `store.Below`."""
         return max(tier.size_of(block) for tier in self._tiers)
 
+    def place_of(self, block: BlockId) -> tuple[bytes, int]:
+        """As `store.Below`."""
+        places = (tier.place_of(block) for tier in self._tiers)
+        return next((place for place in places if any(place)), (b"", 0))
+
     def advance(self, now: float) -> None:
         """As `store.Below`."""
         for tier in self._tiers:

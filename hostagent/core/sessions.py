@@ -383,6 +383,8 @@ class Session:
     def _handle_keys(self, now: float, request: _ListRequest) -> None:
         core = self._core
         number = request.request
+        if isinstance(request, (local.Get, local.Prefetch)) and not self._note_places(request):
+            return
         if isinstance(request, local.Get):
             self._get(now, request)
         elif isinstance(request, local.Prefetch):
@@ -567,27 +569,47 @@ class Session:
             reason = f"{len(request.keys)} keys and {len(request.sizes)} sizes"
             self._fail(request.request, local.INVALID, reason)
             return
+        places = self._places(request)
+        if places is None:
+            return
+        self._look()
+        extents = [
+            self._alloc_one(
+                *(BlockId(request.namespace, key), size_bytes, parent, depth),
+                few=len(places) <= MAX_MANY,
+            )
+            for key, size_bytes, (parent, depth) in zip(
+                request.keys, request.sizes, places, strict=True
+            )
+        ]
+        self._reply(local.Allocated(request.request, extents))
+
+    def _places(
+        self, request: local.Alloc | local.Get | local.Prefetch
+    ) -> list[tuple[bytes, int]] | None:
+        """By key, what the client says of its place in a prefix: the key before it, by the pool's
+        names, and how many are before it. None where that is nonsense: it is told so."""
         count = len(request.keys)
         parents = request.parents or [b""] * count
         depths = request.depths or [0] * count
         if {len(parents), len(depths)} != {count} or any(len(p) not in (0, 16) for p in parents):
             self._fail(request.request, local.INVALID, "parents or depths do not fit the keys")
-            return
+            return None
         known = [parent for parent in parents if parent]
         derived = iter(self._core.pool_keys(request.namespace, known))
-        extents = []
-        self._look()
-        for key, size_bytes, parent, depth in zip(
-            request.keys, request.sizes, parents, depths, strict=True
-        ):
-            above = next(derived) if parent else b""
-            extents.append(
-                self._alloc_one(
-                    *(BlockId(request.namespace, key), size_bytes, above, depth),
-                    few=count <= MAX_MANY,
-                )
-            )
-        self._reply(local.Allocated(request.request, extents))
+        above = [next(derived) if parent else b"" for parent in parents]
+        return list(zip(above, depths, strict=True))
+
+    def _note_places(self, request: local.Get | local.Prefetch) -> bool:
+        """Have the store know where in a prefix these blocks are; whether they can be there."""
+        if not request.parents and not request.depths:
+            return True
+        places = self._places(request)
+        if places is None:
+            return False
+        for key, (parent, depth) in zip(request.keys, places, strict=True):
+            self._core.store.note_place(BlockId(request.namespace, key), parent, depth)
+        return True
 
     def _alloc_one(
         self, block: BlockId, size_bytes: int, parent: bytes, depth: int, *, few: bool

@@ -419,6 +419,11 @@ class SsdTier:
         held = self._look(block)
         return 0 if held is None else held.size_bytes
 
+    def place_of(self, block: BlockId) -> tuple[bytes, int]:
+        """As `store.Below`."""
+        held = self._look(block)
+        return (b"", 0) if held is None else (held.parent, held.depth)
+
     def _look(self, block: BlockId) -> Copy | None:
         if block in self._found and self._begun:
             self._claim(block)
@@ -1110,11 +1115,12 @@ class SsdTier:
             copy = self.shelf.adopt(
                 *(block, entry.size_bytes, unit * self._unit_bytes, COMMITTED, entry.digest),
                 since=since,
+                parent=entry.parent,
+                depth=entry.depth,
             )
         if copy is None:
             self._refuse(unit)
             return
-        copy.parent, copy.depth = entry.parent, entry.depth
         self.counters.entries_claimed += 1
         self._table.keep(unit, pack_entry(entry, file.formatted.identity))
 

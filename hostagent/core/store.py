@@ -66,6 +66,8 @@ _NAMESPACES_ASKED: Final = 4
 """Namespaces whose policies are asked for one victim, at most."""
 ONE_USE_S: Final = 0.1
 """Lookups of a block that are so close are one use of it: it is read segment by segment."""
+MAX_PLACES_KNOWN: Final = 65_536
+"""Blocks that are asked for of which the place in their prefix is known."""
 MAX_GONE_KNOWN: Final = 16384
 """Blocks of which it is remembered why they went, and the digest if this node was their home."""
 _EXPIRED: Final = -1
@@ -218,6 +220,10 @@ class Below(Protocol):
         """How many bytes a block has there; 0 if it is not there."""
         ...
 
+    def place_of(self, block: BlockId) -> tuple[bytes, int]:
+        """(`parent`, `depth`) of a block, as in `Store.reserve`, if it is there, and known."""
+        ...
+
     def advance(self, now: float) -> None:
         """As `Store.advance`."""
         ...
@@ -274,6 +280,9 @@ class _NothingBelow:
 
     def size_of(self, block: BlockId) -> int:
         return 0
+
+    def place_of(self, block: BlockId) -> tuple[bytes, int]:
+        return b"", 0
 
     def advance(self, now: float) -> None:
         pass
@@ -428,6 +437,8 @@ class Store:
         self._prefixed: dict[int, _Namespace] = {}
         self._gone: BoundedMap[BlockId, int] = BoundedMap(MAX_GONE_KNOWN)
         """`_EXPIRED`, or evicted: then the digest, if this node was a home, else 0."""
+        self._places: BoundedMap[BlockId, tuple[bytes, int]] = BoundedMap(MAX_PLACES_KNOWN)
+        """(`parent`, `depth`) of blocks that may come, as in `reserve`."""
         self._generation = 0
         self._dropped_in: dict[int, int] = {}  # namespace to generation; one a namespace at most
 
@@ -454,8 +465,6 @@ class Store:
             state.policy = self._make_policy(namespace, rules)
             mine = [c for c in self._index.values() if c.block.namespace == namespace]
             mine.sort(key=lambda c: c.used_at)
-            if state.policy.PREFIXES:
-                mine.sort(key=lambda c: c.depth)
             for copy in mine:
                 self._tell_policy(state, copy)
             state.by_age = [(c.committed_at, c.block) for c in mine] if state.ages_blocks else []
@@ -489,8 +498,7 @@ class Store:
     def _tell_policy(self, state: _Namespace, copy: Copy) -> None:
         """The namespace's policy hears of a copy that is committed."""
         parent = BlockId(copy.block.namespace, copy.parent) if copy.parent else None
-        held = parent if parent is not None and parent in self._index else None
-        state.policy.inserted(copy.block, copy.reserved_bytes, held, copy.depth)
+        state.policy.inserted(copy.block, copy.reserved_bytes, parent, copy.depth)
 
     def _note_kind(self, namespace: int, state: _Namespace | None) -> None:
         """Know which namespaces' blocks age, and which are prefixes to their policy."""
@@ -673,12 +681,19 @@ class Store:
         quota = self.quota_of(namespace) or reserved_bytes
         return reserved_bytes <= min(quota, self.allocator.capacity_bytes)
 
+    def note_place(self, block: BlockId, parent: bytes, depth: int) -> None:
+        """A block may come whose place in its prefix is this one (as in `reserve`)."""
+        kind = policies.BY_NAME[self._rules_of(block.namespace).policy]
+        if kind.PREFIXES and block not in self._index:
+            self._places[block] = parent, depth
+
     def reserve(
         self, block: BlockId, size_bytes: int, *, parent: bytes = b"", depth: int = 0
     ) -> Copy:
         """Set bytes aside for a copy, evicting if need be; StoreError where that is not enough.
         `parent`: the key of the block before it in its prefix, if there is one and the engine said
-        so; `depth`: how many blocks are before it.
+        so; `depth`: how many blocks are before it. Where nothing is said, what was said before
+        (`note_place`) or is known below holds.
 
         Several reservations of one block may exist; the first to be committed wins.
         """
@@ -689,6 +704,8 @@ class Store:
         reserved_bytes = self.allocator.extent_bytes(size_bytes)
         state = self._state_of(block.namespace)
         self._room_for = block.namespace
+        if not parent and not depth:
+            parent, depth = self._places.get(block) or self.below.place_of(block)
         above = self._index.get(BlockId(block.namespace, parent)) if parent else None
         if above is not None:
             self.pin(above)
@@ -901,11 +918,14 @@ class Store:
         since: float | None = None,
         *,
         room_bytes: int = 0,
+        parent: bytes = b"",
+        depth: int = 0,
     ) -> Copy | None:
         """Take over a copy whose bytes lie in the arena already: COMMITTED, or, for a client that
         has outlived its agent, RESERVED, or DOOMED and pinned once; `room_bytes`: of the block for
-        which the room was made where it landed, if that is a larger one. None where that cannot be:
-        no extent of ours lies there, it is another's, or the block is held."""
+        which the room was made where it landed, if that is a larger one; `parent` and `depth` as in
+        `reserve`. None where that cannot be: no extent of ours lies there, it is another's, or the
+        block is held."""
         room_bytes = room_bytes or size_bytes
         if state == COMMITTED and block in self._index:
             return None
@@ -920,6 +940,7 @@ class Store:
         used.copies += 1
         copy.state = state
         copy.digest = digest
+        copy.parent, copy.depth = parent, depth
         if state == COMMITTED:
             self._index[block] = copy
             self._make_evictable(copy)

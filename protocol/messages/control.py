@@ -74,6 +74,8 @@ class NodeInfo(Struct, frozen=True):
 
 POLICIES = ("lru", "lfu", "fifo", "arc", "s3fifo", "ttl", "value")
 """Eviction policies that a namespace can have (`kvcast.hostagent.tiers.policies`)."""
+PREFIX_POLICIES = ("value",)
+"""Those of them that keep no block of a prefix without the blocks before it."""
 TIERS = ("dram", "arena", "ssd")
 """Tiers of an agent; of each a namespace can be assured a share."""
 QUOTA_TIERS = (*TIERS, "switch", "cold")
@@ -121,6 +123,11 @@ class NamespaceSettings(Struct, frozen=True, forbid_unknown_fields=True):
     ] = []
     gathering: OnOff = ""
     residence: OnOff = ""
+
+    @property
+    def of_prefixes(self) -> bool:
+        """Whether its policy knows which block is before which in a prefix, if it is told."""
+        return self.policy in PREFIX_POLICIES
 
     def allows(self, medium: str) -> bool:
         """Whether blocks may lie on that of `MEDIA`."""

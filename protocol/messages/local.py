@@ -70,6 +70,8 @@ INVALID: Final = "invalid"
 
 Keys = Annotated[list[Key], Meta(max_length=MAX_KEYS)]
 Parent = Annotated[bytes, Meta(max_length=16)]
+Parents = Annotated[list[Parent], Meta(max_length=MAX_KEYS)]
+Depths = Annotated[list[U32], Meta(max_length=MAX_KEYS)]
 Handles = Annotated[list[U64], Meta(max_length=MAX_KEYS)]
 Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
 Millis = Annotated[int, Meta(ge=0, le=255)]
@@ -111,7 +113,8 @@ class Get(Struct, frozen=True, tag="get"):
 
     `deadline_s` from now; `gather_ms`: how long a home may hold its answer for joiners; `group`:
     reader group of the namespace, 0 = none; `expect`: another member of the group reads these
-    blocks, so wait for its answer before asking for what is missing.
+    blocks, so wait for its answer before asking for what is missing; `parents` and `depths` as in
+    `Alloc`.
     """
 
     request: U64
@@ -121,6 +124,8 @@ class Get(Struct, frozen=True, tag="get"):
     gather_ms: Millis = 0
     group: U16 = 0
     expect: bool = False
+    parents: Parents = []
+    depths: Depths = []
 
 
 class Prefetch(Struct, frozen=True, tag="prefetch"):
@@ -133,6 +138,8 @@ class Prefetch(Struct, frozen=True, tag="prefetch"):
     gather_ms: Millis = 0
     group: U16 = 0
     expect: bool = False
+    parents: Parents = []
+    depths: Depths = []
 
 
 class Alloc(Struct, frozen=True, tag="alloc"):
@@ -144,8 +151,8 @@ class Alloc(Struct, frozen=True, tag="alloc"):
     namespace: U16
     keys: Keys
     sizes: Annotated[list[Size], Meta(max_length=MAX_KEYS)]
-    parents: Annotated[list[Parent], Meta(max_length=MAX_KEYS)] = []
-    depths: Annotated[list[U32], Meta(max_length=MAX_KEYS)] = []
+    parents: Parents = []
+    depths: Depths = []
 
 
 class Commit(Struct, frozen=True, tag="commit"):

@@ -284,9 +284,6 @@ class Worth(Model):
     def removed(self, block: int) -> None:
         super().removed(block)
         del self.parent[block]
-        for child, parent in self.parent.items():
-            if parent == block:
-                self.parent[child] = None
 
     def evicted(self, block: int) -> None:
         self.level = max(self.level, self.value(block))
@@ -355,18 +352,18 @@ class Run:
             self.policy.hit(block)
             self.model.hit(block, 1)
             return
-        parent = block - 1 if block % 4 and block - 1 in self.sizes else None
+        parent = block - 1 if block % 4 else None
         self.policy.expected(block, size)
         self.model.expected(block, size)
-        was_pinned = parent in self.pinned
-        if parent is not None:
+        pins = parent is not None and parent in self.sizes and parent not in self.pinned
+        if pins:
             self.pinned.add(parent)
         room = self.make_room(size)
         if room:
             self.sizes[block] = size
             self.policy.inserted(block, size, parent, block % 4)
             self.model.inserted(block, size, parent)
-        if parent is not None and not was_pinned:
+        if pins:
             self.free(parent)
 
     def free(self, block: int) -> None:
@@ -432,25 +429,55 @@ def test_policy_does_what_its_plain_model_does(
 def test_value_holds_no_block_whose_ancestor_went_after_it_came(
     steps: list[tuple[str, int, int]],
 ) -> None:
-    """Drops apart, which are an operator's: what was chosen never had anything behind it."""
+    """Drops apart, which are an operator's: what was chosen never had anything behind it, whichever
+    of the two had come first."""
     run = Run(policies.make("value", CAPACITY), Worth())
-    behind: dict[int, int] = {}
+    behind: set[int] = set()
     for what, block, number in steps:
         if what != "use":
             continue
-        parent = block - 1 if block % 4 and block - 1 in run.sizes else None
-        new = block not in run.sizes
         run.use(block, 1 + block % number)
-        if new and block in run.sizes and parent is not None:
-            behind[block] = parent
-        behind = {child: above for child, above in behind.items() if child in run.sizes}
-        assert all(above in run.sizes for above in behind.values())
+        behind = {child for child in behind if child in run.sizes}
+        assert all(child - 1 in run.sizes for child in behind)
+        behind = {child for child in run.sizes if child % 4 and child - 1 in run.sizes}
+
+
+def test_what_comes_before_an_ancestor_is_behind_it_from_then_on_and_again() -> None:
+    policy: Policy[int] = policies.make("value", 100)
+    policy.inserted(3, 1, 2, 2)
+    policy.inserted(2, 1, 1, 1)
+    assert policy.descendants(2) == [3]
+    policy.inserted(1, 1, None, 0)
+    assert policy.descendants(1) == [2, 3]
+    policy.removed(2)
+    assert policy.descendants(1) == []
+    policy.removed(1)
+    policy.inserted(2, 1, 1, 1)
+    policy.inserted(1, 1, None, 0)
+    assert policy.descendants(1) == [2, 3]
+    policy.removed(3)
+    policy.removed(2)
+    policy.inserted(2, 1, 1, 1)
+    assert policy.descendants(1) == [2]
+
+
+@pytest.mark.parametrize("told", [[(1, 2, 1), (2, 1, 1)], [(1, 2, 1), (2, 1, 2)], [(1, 1, 5)]])
+def test_no_block_is_behind_itself_whatever_is_said(told: list[tuple[int, int, int]]) -> None:
+    """Else none of them would ever be chosen."""
+    policy: Policy[int] = policies.make("value", 100)
+    for block, parent, depth in told:
+        policy.inserted(block, 1, parent, depth)
+    for _ in told:
+        chosen = policy.choose(Search(lambda _: Verdict.GO))
+        assert chosen is not None
+        policy.evicted(chosen)
+    assert not policy.blocks()
 
 
 def test_descendants_of_a_value_are_all_behind_it() -> None:
     policy: Policy[int] = policies.make("value", 100)
-    for block, parent in ((1, None), (2, 1), (3, 2), (4, 2), (5, None)):
-        policy.inserted(block, 1, parent, 0)
+    for block, parent, depth in ((1, None, 0), (2, 1, 1), (3, 2, 2), (4, 2, 2), (5, None, 0)):
+        policy.inserted(block, 1, parent, depth)
     assert policy.descendants(1) == [2, 3, 4]
     assert policy.descendants(5) == []
 

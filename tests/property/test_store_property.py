@@ -62,8 +62,6 @@ class Scene:
     store: Store
     writing: list[Copy] = field(default_factory=list)
     pinned: list[Copy] = field(default_factory=list)
-    behind: dict[BlockId, BlockId] = field(default_factory=dict)
-    """Blocks of value namespaces that came while what is before them was held."""
     now: float = 0.0
 
     def do(self, what: str, namespace: int, number: int, choice: int) -> None:
@@ -83,11 +81,7 @@ class Scene:
             if what == "abort":
                 store.abort(copy)
                 return
-            new = store.peek(copy.block) is None
-            waited = copy.waits_on is not None
             store.commit(copy, 7, home=True)
-            if new and waited:
-                self.behind[copy.block] = BlockId(copy.block.namespace, copy.parent)
         elif what == "pin":
             held = store.get(block)
             if held is not None:
@@ -164,14 +158,18 @@ def test_under_value_nothing_is_held_whose_ancestor_has_gone(
     store = Store(Allocator(SLABS * SLAB, SLAB))
     store.configure({1: StoreRules("value", 3 * SLAB), 2: StoreRules("lru")})
     scene = Scene(store)
+    behind: dict[BlockId, BlockId] = {}
     for step in steps:
         scene.do(*step)
         store.check()
-        for block, parent in list(scene.behind.items()):
-            if store.peek(block) is None:
-                del scene.behind[block]
-            elif block.namespace == 1:
-                assert store.peek(parent) is not None
+        for block, parent in behind.items():
+            assert store.peek(block) is None or store.peek(parent) is not None
+        behind = {}
+        for copy in map(store.peek, store.blocks()):
+            if copy is not None and copy.block.namespace == 1 and copy.parent:
+                parent = BlockId(1, copy.parent)
+                if store.peek(parent) is not None:
+                    behind[copy.block] = parent
 
 
 @given(
@@ -347,6 +345,23 @@ def test_a_block_waits_for_room_that_its_own_ancestors_take() -> None:
     with pytest.raises(QuotaError):
         store.reserve(BlockId(1, key(3)), SLAB, parent=key(2), depth=3)
     assert len(store) == 3
+    store.check()
+
+
+def test_where_nothing_is_said_of_a_blocks_place_what_was_said_before_holds() -> None:
+    store = Store(Allocator(8 * SLAB, SLAB))
+    store.configure({1: StoreRules("value"), 2: StoreRules("lru")})
+    for namespace in (1, 2):
+        store.note_place(BlockId(namespace, key(5)), key(4), 5)
+    first = store.reserve(BlockId(1, key(5)), SLAB)
+    assert (first.parent, first.depth) == (key(4), 5)
+    said = store.reserve(BlockId(1, key(5)), SLAB, parent=key(3), depth=4)
+    assert (said.parent, said.depth) == (key(3), 4)
+    assert store.reserve(BlockId(2, key(5)), SLAB).parent == b"", "its policy does not look at it"
+    store.commit(first, 7, home=False)
+    store.note_place(BlockId(1, key(5)), key(3), 4)
+    store.drop(BlockId(1, key(5)))
+    assert store.reserve(BlockId(1, key(5)), SLAB).parent == key(4), "as it came"
     store.check()
 
 

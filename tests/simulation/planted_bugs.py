@@ -956,6 +956,16 @@ def _rest_of_prefix_stays() -> Any:
     return mock.patch.object(Value, "descendants", return_value=[])
 
 
+@bug("a block that came before its ancestor stays when that goes", 0, only=_has_prefixes)
+def _prefix_in_order_only() -> Any:
+    inserted = Value.inserted
+
+    def insert(self: Value[Any], block: Any, size: int, parent: Any = None, depth: int = 0) -> None:
+        inserted(self, block, size, parent if parent in self._blocks else None, depth)
+
+    return mock.patch.object(Value, "inserted", insert)
+
+
 @bug("weights of namespaces count for nothing between nodes", 0, faults=["tenants_blast"])
 def _weights_ignored() -> Any:
     original = Departures.__init__

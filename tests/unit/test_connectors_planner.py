@@ -87,7 +87,7 @@ def test_what_the_pool_holds_beyond_the_engine_is_loaded_where_the_engine_says()
     assert planner.matched(0.1, "r", hashes, 2, 10) == 5
     planner.allocated(0.1, "r", hashes, 5, ids(7))
     [plan] = planner.out.loads
-    assert (plan.first, plan.hashes) == (2, tuple(hashes[2:7]))
+    assert (plan.first, plan.hashes, plan.before) == (2, tuple(hashes[2:7]), hashes[1])
     assert plan.block_ids == ((102, 103, 104, 105, 106),)
     assert plan.left_s == pytest.approx(2.0)
     assert planner.matched(0.2, "r", hashes, 2, 10) == 0  # while it is loading
@@ -149,7 +149,7 @@ def test_what_a_failed_load_left_out_is_saved_once_it_is_computed() -> None:
     planner.loaded(0.2, "r", plan.number, 3, hashes, "corrupt")
     save = planner.computed(0.3, "r", hashes, 10, ids(10))
     assert save is not None
-    assert (save.first, save.hashes) == (3, tuple(hashes[3:]))
+    assert (save.first, save.hashes, save.before) == (3, tuple(hashes[3:]), hashes[2])
 
 
 def test_a_load_has_what_the_worker_with_the_least_has() -> None:

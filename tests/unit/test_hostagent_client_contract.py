@@ -261,6 +261,7 @@ def test_both_clients_offer_the_same() -> None:
             "get_each",
             "near",
             "node_id",
+            "of_prefixes",
         }
     for name in CALLS:
         blocking, asynchronous = getattr(Client, name), getattr(AsyncClient, name)

@@ -17,6 +17,7 @@ from kvcast.protocol.messages import local
 from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.control import (
     POLICIES,
+    PREFIX_POLICIES,
     AgentMessage,
     NamespaceReply,
     NamespaceRequest,
@@ -58,6 +59,7 @@ def ask(node: Node, request: local.Request) -> local.AgentReply:
 
 def test_every_policy_that_can_be_named_is_there() -> None:
     assert set(POLICIES) == policies.BY_NAME.keys()
+    assert set(PREFIX_POLICIES) == {n for n, kind in policies.BY_NAME.items() if kind.PREFIXES}
 
 
 def test_settings_of_the_map_are_in_force_and_change_with_the_next() -> None:
@@ -227,9 +229,15 @@ def test_a_put_says_what_is_before_its_blocks_and_value_keeps_no_end_without_it(
 def test_parents_that_do_not_fit_their_keys_are_refused() -> None:
     node = node_with(NamespaceSettings())
     for parents, depths in (([b""], [0, 0]), ([b"short", b""], []), ([], [1])):
-        reply = ask(node, local.Alloc(1, 1, [key(1), key(2)], [10, 10], parents, depths))
-        assert isinstance(reply, local.Failed)
-        assert reply.status == local.INVALID
+        for asked in (
+            local.Alloc(1, 1, [key(1), key(2)], [10, 10], parents, depths),
+            local.Get(1, 1, [key(1), key(2)], 1.0, parents=parents, depths=depths),
+            local.Prefetch(1, 1, [key(1), key(2)], 1.0, parents=parents, depths=depths),
+        ):
+            reply = ask(node, asked)
+            assert isinstance(reply, local.Failed)
+            assert reply.status == local.INVALID
+    assert node.core.metrics.gets_total == 0
 
 
 class _Collected:

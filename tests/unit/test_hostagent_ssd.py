@@ -556,6 +556,37 @@ def test_what_is_read_once_goes_first_and_what_comes_again_stays() -> None:
     assert bench.in_dram(0)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_is_before_what_in_a_prefix_is_known_in_either_tier_and_after_a_restart(
+    order: int,
+) -> None:
+    rules = {1: StoreRules("value")}
+    bench = Bench()
+    bench.store.configure(rules)
+    bench.tier.configure(rules, set())
+    for number in range(1, 9)[::order]:
+        parent = block(number - 1).key if number > 1 else b""
+        copy = bench.store.reserve(block(number), SIZE, parent=parent, depth=number - 1)
+        bench.memory[copy.offset : copy.offset + SIZE] = bytes([number]) * SIZE
+        bench.store.commit(copy, digest_of(bytes([number]) * SIZE), home=True)
+        bench.work()
+    bench.fill(range(20, 60), namespace=2)
+    assert all(bench.on_disk(number) for number in range(1, 9))
+    after = Bench(disks=bench.disks)
+    after.store.configure(rules)
+    after.tier.configure(rules, set())
+    after.work()
+    behind = [block(number) for number in range(2, 9)]
+    assert after.tier.shelf._namespaces[1].policy.descendants(block(1)) == behind
+    for number in range(1, 9)[::-order]:
+        assert after.read(number)
+        after.work()
+    assert after.store._namespaces[1].policy.descendants(block(1)) == behind
+    deepest = after.store.known(block(8))
+    assert deepest is not None
+    assert deepest.depth == 7
+
+
 def test_time_to_live_goes_on_in_either_tier_and_over_a_restart() -> None:
     rules = {1: StoreRules(ttl_s=100.0)}
     bench = Bench()

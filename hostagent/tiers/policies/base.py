@@ -192,7 +192,7 @@ class Policy(Generic[K]):
     """Whether blocks outlive their time. Only such a policy needs to be told of time that
     passes."""
     PREFIXES: ClassVar[bool] = False
-    """Whether it must hear of a block's ancestors before it hears of the block."""
+    """Whether it may name `descendants`."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -206,8 +206,8 @@ class Policy(Generic[K]):
         """Room is needed for a block that is not held; it may never come."""
 
     def inserted(self, block: K, size_bytes: int, parent: K | None = None, depth: int = 0) -> None:
-        """A block is held. `parent`: the block before it in its prefix, if that is held, too;
-        `depth`: how many blocks are before it, 0 where that is not known."""
+        """A block is held. `parent`: the block before it in its prefix, held or not, if that is
+        known; `depth`: how many blocks are before it, 0 where that is not known."""
         raise NotImplementedError
 
     def hit(self, block: K, times: int = 1) -> None:

@@ -7,6 +7,10 @@ and of the others the one of least value goes: a prefix is given up from its end
 has to go all the same, `descendants` says what is of no use any more. A block whose ancestor lies
 elsewhere, or is not known, begins a prefix here.
 
+Blocks of a prefix may come in any order: whoever came before the one before it is behind that one
+as soon as it is there. What is said of a prefix is believed as far as blocks that are behind others
+are deeper than these, so nothing can be behind itself.
+
 A block's value is `base + uses x cost / size`. The base is the value of what was evicted last when
 the block was last used; so uses of long ago count for less the more has been evicted since, which
 makes a rate of them without a constant to set for a fast or a slow pool. Computing a token takes a
@@ -57,6 +61,8 @@ class Value(Policy[K]):
         self._heap: list[tuple[float, int, K]] = []
         """(value, number, block) of the ends of prefixes; entries that do not count any more lie
         among them until they come up, or are more than half."""
+        self._waiting: dict[K, dict[K, None]] = {}
+        """By the block before them, which is not here: who is behind it as soon as it comes."""
         self._numbers = itertools.count(1)
         self._base = 0.0
 
@@ -80,11 +86,20 @@ class Value(Policy[K]):
 
     def inserted(self, block: K, size_bytes: int, parent: K | None = None, depth: int = 0) -> None:
         above = self._blocks.get(parent) if parent is not None else None
-        state: _Block[K] = _Block(parent if above is not None else None, depth, self._base)
+        state: _Block[K] = _Block(parent, depth, self._base)
+        for child in self._waiting.pop(block, ()):
+            if self._blocks[child].depth > depth:
+                state.children[child] = None
+            else:
+                self._blocks[child].parent = None
         self._blocks[block] = state
-        if above is not None:
+        if parent is not None and above is None and parent != block:
+            self._waiting.setdefault(parent, {})[block] = None
+        elif above is not None and above.depth < depth:
             above.children[block] = None
             above.entry = 0
+        else:
+            state.parent = None
         self._offer(block, state)
 
     def hit(self, block: K, times: int = 1) -> None:
@@ -100,12 +115,19 @@ class Value(Policy[K]):
 
     def removed(self, block: K) -> None:
         state = self._blocks.pop(block)
-        for child in state.children:
-            self._blocks[child].parent = None
-        if state.parent is not None:
-            above = self._blocks[state.parent]
+        if state.children:
+            self._waiting[block] = state.children
+        if state.parent is None:
+            return
+        above = self._blocks.get(state.parent)
+        if above is not None:
             del above.children[block]
             self._offer(state.parent, above)
+        else:
+            waiting = self._waiting[state.parent]
+            del waiting[block]
+            if not waiting:
+                del self._waiting[state.parent]
 
     def evicted(self, block: K) -> None:
         self._base = max(self._base, self._value(self._blocks[block]))
