@@ -1078,18 +1078,16 @@ class AgentCore:
 
     def renewal(self) -> Renew:
         """The report that keeps the lease; begins a new period of heat."""
-        hot = [
-            HotBlock(
-                heat.block.namespace,
-                heat.block.key,
-                heat.reads,
-                heat.readers,
-                0,
-                heat.size,
-                heat.digest,
+        hot = []
+        for heat in self.responder.take_heat(MAX_HOT_BLOCKS):
+            copy = self.store.known(heat.block)
+            depth = 0 if copy is None else copy.depth
+            hot.append(
+                HotBlock(
+                    *(heat.block.namespace, heat.block.key, heat.reads, heat.readers),
+                    *(depth, heat.size, heat.digest),
+                )
             )
-            for heat in self.responder.take_heat(MAX_HOT_BLOCKS)
-        ]
         return Renew(
             counters=self.counters(),
             hot=hot,

@@ -242,6 +242,9 @@ def test_what_the_probe_brought_stays_and_the_rest_comes_by_tcp() -> None:
     pool = Pool()
     data = noise(1, BIG)
     pool.home.hold(1, data)
+    held = pool.home.core.store.peek(BlockId(1, key(1)))
+    assert held is not None
+    held.depth = 3
     items = pool.reader.get([1])
     pool.settle()
     assert [(item.status, item.tier) for item in items] == [(local.OK, "bulk")]
@@ -255,7 +258,9 @@ def test_what_the_probe_brought_stays_and_the_rest_comes_by_tcp() -> None:
     assert came["payload_bytes_received_bulk_get_total"] == BIG - SEGMENT_BYTES
     assert came["hits_bulk_total"] == 1
     (heat,) = pool.home.core.renewal().hot
-    assert (heat.reads, heat.readers) == (4, 1), "the controller hears of what came by TCP, too"
+    assert (heat.reads, heat.readers, heat.depth) == (4, 1, 3), (
+        "the controller hears of what came by TCP, too"
+    )
     check_at_rest(pool)
 
 
