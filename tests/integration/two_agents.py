@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import random
 import tempfile
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, Self, TypeVar
@@ -17,7 +18,7 @@ from typing import Any, Self, TypeVar
 from kvcast.bench.incast import home_keys
 from kvcast.bench.stores.links import HOLDER_SIDE, READER_SIDE, STAR, LoopbackLink
 from kvcast.bench.stores.servers import make_pool
-from kvcast.hostagent.client import Client
+from kvcast.hostagent.client import Client, UnavailableError
 from kvcast.topologies.pool import Pool
 
 HOME, OTHER = (STAR.hosts[side].node_id for side in (HOLDER_SIDE, READER_SIDE))
@@ -51,14 +52,25 @@ def content_of(key: bytes, size_bytes: int) -> bytes:
     return random.Random(key).randbytes(size_bytes)
 
 
+def _namespace_of(client: Client) -> int:
+    """An agent that has just begun may not have found the controller yet."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return client.namespace("t", "m", "1", "bytes")
+        except UnavailableError:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
+
 class TwoClients:
     """A client beside the home of every block, and one beside the other agent."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.home, self.other = (Client(str(pool.sockets[node])) for node in (HOME, OTHER))
-        self.namespace = self.home.namespace("t", "m", "1", "bytes")
-        assert self.other.namespace("t", "m", "1", "bytes") == self.namespace
+        self.namespace, other = map(_namespace_of, (self.home, self.other))
+        assert other == self.namespace
 
     @classmethod
     def warm(cls, pool: Pool, keys: list[bytes], size_bytes: int) -> Self:
