@@ -350,7 +350,7 @@ async def test_what_is_fetched_ahead_comes_in_the_order_in_which_it_is_loaded(
         fetched: list[bytes] = []
         told = threading.Event()
 
-        async def prefetch(keys: Any, readers: Any) -> None:
+        async def prefetch(keys: Any, *_: Any) -> None:
             fetched.extend(keys)
             told.set()
 
