@@ -428,6 +428,7 @@ class Disk:
         self.size_bytes = SIZE
         below = mock.create_autospec(Below, instance=True)
         below.size_of.side_effect = lambda which: self.size_bytes if which in blocks else 0
+        below.place_of.return_value = b"", 0
         bench.store.below = below
         bench.core.lower = lambda: blocks
         bench.core.recall = self._recall
