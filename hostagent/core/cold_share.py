@@ -71,6 +71,7 @@ class ColdShare:
             self._buckets = buckets
             lost = [block for block in self._sizes if not self.answers_for(block)]
             self.taken_bytes -= sum(map(self._sizes.pop, lost))
+            self._found = self._ours(self._found)  # what was being sent when a listing began
         if gained:
             self._is_known = False
             self._listing = None
@@ -85,8 +86,12 @@ class ColdShare:
     def begin_listing(self, listing: object, now: float) -> None:
         """A listing begins, which may miss what is being sent."""
         self._listing, self._is_known, self._listed_at = listing, False, now
-        self._found = dict(self._under_way)
+        self._found = self._ours(self._under_way)
         self._found_bytes = 0
+
+    def _ours(self, sizes: Mapping[BlockId, int]) -> dict[BlockId, int]:
+        """Those that this node answers for."""
+        return {block: size for block, size in sizes.items() if self.answers_for(block)}
 
     def found(self, block: BlockId, size_bytes: int) -> None:
         """It names an object."""

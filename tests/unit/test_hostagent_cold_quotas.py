@@ -305,6 +305,29 @@ def test_what_waits_when_its_buckets_go_elsewhere_is_not_stored() -> None:
     assert not cloud.objects
 
 
+@pytest.mark.parametrize("listing_first", [True, False])
+def test_an_object_that_was_being_sent_when_its_bucket_went_elsewhere_does_not_count(
+    listing_first: bool,
+) -> None:
+    cloud, node = alone(4 * OBJECT)
+    node.put(1)
+    node.work()
+    node.put(2)
+    node.take()
+    assert [task.errand for task in node.tasks] == [Errand.STORE]
+    left = node.buckets - {bucket_of(block(2).key)}
+    share = node.tier.shares[1]
+    listing = object()
+    if listing_first:
+        share.begin_listing(listing, cloud.now)
+    node.configure(left)
+    if not listing_first:
+        share.begin_listing(listing, cloud.now)
+    share.found(block(1), OBJECT)
+    share.listed()
+    assert share.taken_bytes == OBJECT == cloud.would_take(left)
+
+
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("put"), st.integers(0, 1), st.integers(0, 23)),
