@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 from typing import NamedTuple
 
+_CPUCLOCK_SCHED = 2
+"""Of a process's clocks that of its processor time, as clock_getcpuclockid(3) numbers it."""
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def processor_time_s(pid: int) -> float:
-    """What all threads of the process have used so far; 0 if it has gone."""
-    used = 0
-    for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError):
-            used += int(task.read_text().split()[0])
-    return used / 1e9
+    """What all threads of the process have used so far, those that have ended included; 0 if it has
+    gone."""
+    with contextlib.suppress(OSError):
+        return time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)
+    return 0.0
 
 
 class MachineTime(NamedTuple):

@@ -600,7 +600,7 @@ class Conversation:
         if None not in results:
             return cast(list[_Result], results)
         missing = [position for position, result in enumerate(results) if result is None]
-        places_of = _places_of(prefix)
+        before = _before(prefix)
         end = time.monotonic() + deadline_s
         try:
             for part, places in enumerate(_parts(missing, MAX_KEYS)):
@@ -612,7 +612,7 @@ class Conversation:
                 number = next(self._numbers)
                 request = local.Get(
                     *(number, namespace, batch, deadline_s, gather_ms, group, expect),
-                    *_stated(places_of, batch),
+                    *_stated(before, batch),
                 )
                 courier = b""
                 if not (gather_ms or group or expect or prefix):
@@ -669,13 +669,13 @@ class Conversation:
         here = [(at, _as_outcome(one)) for at, one in enumerate(results) if one is not None]
         missing = [at for at, one in enumerate(results) if one is None]
         parts = {}
-        places_of = _places_of(prefix)
+        before = _before(prefix)
         # As few keys in a question as there may be, so that none waits for another.
         for places in _parts(missing, min(MAX_KEYS, -(-len(missing) // MOST_PARTS) or 1)):
             batch = [checked[place] for place in places]
             request = local.Get(
                 *(next(self._numbers), namespace, batch, deadline_s, gather_ms, group, expect),
-                *_stated(places_of, batch),
+                *_stated(before, batch),
             )
             parts[request.request] = Part(Ask(request, deadline_s + GRACE_S), places, batch)
         return here, parts
@@ -700,11 +700,11 @@ class Conversation:
         """Have blocks fetched into the arena, without waiting and without pinning them; returns
         how many of them were not there yet."""
         count = 0
-        places_of = _places_of(prefix)
+        before = _before(prefix)
         for batch in _batches(keys):
             request = local.Prefetch(
                 *(next(self._numbers), namespace, batch, deadline_s, gather_ms, group, expect),
-                *_stated(places_of, batch),
+                *_stated(before, batch),
             )
             count += yield from self._count(request, GRACE_S)
         return count
@@ -796,7 +796,7 @@ class Conversation:
         compute again.
         """
         _check_keys(list(sizes))
-        places_of = _places_of(prefix)
+        before = _before(prefix)
         if any(not 0 < size_bytes < 1 << 32 for size_bytes in sizes.values()):
             raise ValueError("a block has at least one byte, and less than 4 GiB")
         reservation = Reservation(self._abort, namespace)
@@ -808,7 +808,7 @@ class Conversation:
                     namespace,
                     keys,
                     [size_bytes for _, size_bytes in part],
-                    *_stated(places_of, keys),
+                    *_stated(before, keys),
                 )
                 allocated = yield from self._ask(alloc, local.Allocated, GRACE_S)
                 self._enter(reservation, part, allocated)
@@ -1075,7 +1075,7 @@ def _check_keys(keys: Sequence[bytes]) -> list[bytes]:
     return checked
 
 
-def _places_of(prefix: Prefix) -> Mapping[bytes, tuple[bytes, int]]:
+def _before(prefix: Prefix) -> Mapping[bytes, tuple[bytes, int]]:
     """By key, the key before it and how many are before it."""
     if isinstance(prefix, Mapping):
         _check_keys([*prefix, *(above for above, _ in prefix.values() if above)])
@@ -1087,13 +1087,13 @@ def _places_of(prefix: Prefix) -> Mapping[bytes, tuple[bytes, int]]:
 
 
 def _stated(
-    places_of: Mapping[bytes, tuple[bytes, int]], keys: list[bytes]
+    before: Mapping[bytes, tuple[bytes, int]], keys: list[bytes]
 ) -> tuple[list[bytes], list[int]]:
-    """What a question says of its keys' places; nothing where nothing is known."""
-    if not places_of:
+    """What a question says is before its keys; nothing where nothing is known."""
+    if not before:
         return [], []
-    places = [places_of.get(key, (b"", 0)) for key in keys]
-    return [above for above, _ in places], [depth for _, depth in places]
+    found = [before.get(key, (b"", 0)) for key in keys]
+    return [parent for parent, _ in found], [depth for _, depth in found]
 
 
 def _batches(keys: Sequence[bytes]) -> Iterator[list[bytes]]:

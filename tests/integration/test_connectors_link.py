@@ -119,7 +119,16 @@ class Node:
             self.link.look_up(lookup, len(PARTS), part, answered)
             assert heard.wait(20)
 
-    def save(self, chain: tuple[bytes, ...], memory: Memory, ids: Any, left_s: float = 20.0) -> int:
+    def save(
+        self,
+        chain: tuple[bytes, ...],
+        memory: Memory,
+        ids: Any,
+        left_s: float = 20.0,
+        *,
+        first: int = 0,
+        before: bytes = b"",
+    ) -> int:
         """How many blocks, from the first, the pool is said to have taken."""
         ended = threading.Event()
         taken: list[int] = []
@@ -128,15 +137,23 @@ class Node:
             taken.append(blocks)
             ended.set()
 
-        saving = self.link.save(Save(1, "r", 0, chain, ids, left_s), memory, PROBE, end)
+        save = Save(1, "r", first, chain, ids, left_s, before)
+        saving = self.link.save(save, memory, PROBE, end)
         saving.computed(range(len(PARTS)), lambda: None)
         assert ended.wait(left_s + 10)
         return taken[0]
 
     def load(
-        self, chain: tuple[bytes, ...], memory: Memory, ids: Any, left_s: float = 20.0
+        self,
+        chain: tuple[bytes, ...],
+        memory: Memory,
+        ids: Any,
+        left_s: float = 20.0,
+        *,
+        first: int = 0,
+        before: bytes = b"",
     ) -> Ended:
-        load = Load("r", 1, 0, chain, ids, left_s)
+        load = Load("r", 1, first, chain, ids, left_s, before=before)
         began = time.monotonic()
         self.link.load(load, self.table, memory)
         while not (reports := self.table.take(time.monotonic())):
