@@ -461,7 +461,15 @@ def test_what_comes_before_an_ancestor_is_behind_it_from_then_on_and_again() -> 
     assert policy.descendants(1) == [2]
 
 
-@pytest.mark.parametrize("told", [[(1, 2, 1), (2, 1, 1)], [(1, 2, 1), (2, 1, 2)], [(1, 1, 5)]])
+@pytest.mark.parametrize(
+    "told",
+    [
+        [(1, 2, 1), (2, 1, 1)],
+        [(1, 2, 1), (2, 1, 2)],
+        [(1, 2, 2), (2, 1, 1)],
+        [(1, 1, 5)],
+    ],
+)
 def test_no_block_is_behind_itself_whatever_is_said(told: list[tuple[int, int, int]]) -> None:
     """Else none of them would ever be chosen."""
     policy: Policy[int] = policies.make("value", 100)

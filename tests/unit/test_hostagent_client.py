@@ -13,6 +13,7 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import pytest_asyncio
@@ -266,3 +267,13 @@ def test_what_an_answer_gives_is_held_before_anybody_has_taken_it() -> None:
     conversation.forget(given)
     assert _held(conversation) == {8}
     assert posted == [local.Release([7])]
+
+
+def test_of_what_is_said_to_be_of_a_prefix_the_agent_is_asked_who_remembers_that() -> None:
+    conversation = Conversation(lambda _: None)
+    with mock.patch.object(Conversation, "_for_courier", return_value=b"a question"):
+        assert next(conversation.get(1, KEYS[1:2])).courier == b"a question"
+        ask = next(conversation.get(1, KEYS[1:2], prefix=KEYS[:2]))
+    assert ask.courier == b""
+    assert isinstance(ask.request, local.Get)
+    assert (ask.request.parents, ask.request.depths) == (KEYS[:1], [1])

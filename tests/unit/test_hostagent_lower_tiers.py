@@ -18,6 +18,7 @@ from kvcast.hostagent.core.store import Copy, NoRoomError, StoreRules
 from kvcast.hostagent.flags import options_of, parse
 from kvcast.hostagent.tiers.ssd.layout import cut_of, open_formatted, scan
 from kvcast.hostagent.tiers.ssd.orders import Kind, Order
+from kvcast.protocol.messages.wire import digest_of
 from kvcast.simulation.disk import SimDisk
 
 UNIT, SLAB = 4096, 32 * 4096
@@ -117,6 +118,23 @@ def test_blocks_go_down_a_tier_at_a_time_and_each_comes_back_whole() -> None:
             assert bench.read(number) == ""
     assert bench.tiers[0].counters.promotions > 0
     assert bench.tiers[1].counters.promotions > 0
+
+
+def test_what_comes_up_from_any_of_them_is_behind_what_was_before_it_in_its_prefix() -> None:
+    bench = Bench()
+    for number in range(1, 60):
+        parent = block(number - 1).key if number > 1 else b""
+        copy = bench.store.reserve(block(number), SIZE, parent=parent, depth=number - 1)
+        bench.memory[copy.offset : copy.offset + SIZE] = bytes([number]) * SIZE
+        bench.store.commit(copy, digest_of(bytes([number]) * SIZE), home=True)
+        bench.work()
+    assert {bench.where(number)[-1] for number in range(1, 60)} == {"d", "n", "f"}
+    for number in range(1, 60):
+        if bench.where(number)[0] != "d":
+            room = bench.store.reserve(block(number), SIZE)  # as a get does
+            parent = block(number - 1).key if number > 1 else b""
+            assert (room.parent, room.depth) == (parent, number - 1)
+            bench.store.abort(room)
 
 
 def test_one_filter_has_what_lies_in_any_of_them() -> None:
