@@ -260,6 +260,11 @@ class Pool:
         self.agents: dict[int, Agent] = {}
         self.clients: dict[int, AsyncClient] = {}
 
+    @property
+    def sockets(self) -> dict[str, Path]:
+        """Where each node's agent is reached."""
+        return {f"node-{number}": self.folder / f"{number}.sock" for number in self.agents}
+
     def options(self, number: int) -> Options:
         """What agent `number` is started with; tests replace what they need."""
         return Options(

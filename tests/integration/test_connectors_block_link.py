@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from agents_harness import running_agents
 from hostagent_harness import MIB
 from kvcast.hostagent.client import Client
 from kvcast.hostagent.connectors.block_link import GAPS, BlockLink, Named, Room, _Promised
@@ -98,7 +99,7 @@ def nodes() -> Iterator[Callable[..., Node]]:
 async def test_blocks_come_one_by_one_whatever_is_missing_between_them(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:
-    async with running_pool(tmp_path, 3) as (pool, _):
+    async with running_agents(tmp_path, 3) as pool:
 
         def play() -> None:
             one, other = nodes(pool.sockets["node-1"]), nodes(pool.sockets["node-2"])
@@ -129,7 +130,7 @@ async def test_blocks_come_one_by_one_whatever_is_missing_between_them(
 async def test_one_chains_end_does_not_end_another(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:
-    async with running_pool(tmp_path, 2) as (pool, _):
+    async with running_agents(tmp_path, 2) as pool:
 
         def play() -> None:
             node = nodes(pool.sockets["node-1"])
@@ -152,7 +153,7 @@ async def test_one_chains_end_does_not_end_another(
 async def test_namespaces_and_sizes_are_never_mixed(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:
-    async with running_pool(tmp_path, 2) as (pool, _):
+    async with running_agents(tmp_path, 2) as pool:
 
         def play() -> None:
             one, other = nodes(pool.sockets["node-1"]), nodes(pool.sockets["node-2"])
@@ -173,7 +174,7 @@ async def test_namespaces_and_sizes_are_never_mixed(
 async def test_a_block_may_lie_in_pieces_which_need_not_be_cut_alike(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:
-    async with running_pool(tmp_path, 2) as (pool, _):
+    async with running_agents(tmp_path, 2) as pool:
 
         def play() -> None:
             one, other = nodes(pool.sockets["node-1"]), nodes(pool.sockets["node-2"])
@@ -190,7 +191,7 @@ async def test_a_block_may_lie_in_pieces_which_need_not_be_cut_alike(
 async def test_a_name_that_is_given_twice_is_saved_once_and_loaded_twice(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:
-    async with running_pool(tmp_path, 2, arena_bytes=6 * MIB) as (pool, _):
+    async with running_agents(tmp_path, 2, arena_bytes=6 * MIB) as pool:
 
         def play() -> None:
             node = nodes(pool.sockets["node-1"], window_bytes=100_000)
@@ -214,7 +215,7 @@ async def test_a_name_that_is_given_twice_is_saved_once_and_loaded_twice(
 async def test_a_save_that_fails_is_reported_and_nothing_of_it_is_found(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:
-    async with running_pool(tmp_path, 2, arena_bytes=6 * MIB) as (pool, _):
+    async with running_agents(tmp_path, 2, arena_bytes=6 * MIB) as pool:
 
         def play() -> None:
             node = nodes(pool.sockets["node-1"])
@@ -235,13 +236,12 @@ async def test_a_save_that_fails_is_reported_and_nothing_of_it_is_found(
 async def test_bytes_that_changed_are_not_loaded_and_can_be_saved_anew(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:
-    async with running_pool(tmp_path, 1, replicas=0) as (pool, _):
+    async with running_agents(tmp_path, 1, replicas=0) as pool:
 
         def play() -> None:
             node, wanted, mine = nodes(pool.sockets["node-1"]), names("a", 3), rooms(3, "mine")
             assert node.save(wanted, mine) == [CAME] * 3
-            [path] = [one for one in pool.arenas if one.suffix == ".arena"]
-            with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as arena:
+            with (tmp_path / "1.arena").open("r+b") as file, mmap.mmap(file.fileno(), 0) as arena:
                 at = arena.find(bytes(mine[1]))
                 assert at >= 0
                 arena[at + 7] ^= 1
@@ -375,7 +375,7 @@ async def test_what_is_refused_as_too_much_is_not_the_question_whether_the_pool_
 async def test_what_is_computed_sooner_counts_as_not_held_and_can_be_saved(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:
-    async with running_pool(tmp_path, 3) as (pool, _):
+    async with running_agents(tmp_path, 3) as pool:
 
         def play() -> None:
             one = nodes(pool.sockets["node-1"])
@@ -412,7 +412,7 @@ async def test_what_is_computed_sooner_counts_as_not_held_and_can_be_saved(
 async def test_a_chain_behind_a_gap_is_weighed_up_to_the_gap(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:
-    async with running_pool(tmp_path, 1) as (pool, _):
+    async with running_agents(tmp_path, 1) as pool:
 
         def play() -> None:
             node = nodes(pool.sockets["node-1"], prefill_tokens_per_s=1e9)

@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from agents_harness import running_agents
 from hostagent_harness import MIB
 from kvcast.hostagent.client import Client
 from kvcast.hostagent.connectors import checks
@@ -198,7 +199,7 @@ def nodes() -> Iterator[Callable[..., Node]]:
 async def test_what_one_saves_another_loads_elsewhere_in_its_memory(
     tmp_path: Path, nodes: Callable[..., Node], threads: int
 ) -> None:
-    async with running_pool(tmp_path, 3) as (pool, _):
+    async with running_agents(tmp_path, 3) as pool:
 
         def play() -> None:
             one, other = nodes(pool.sockets["node-1"]), nodes(pool.sockets["node-2"])
@@ -227,7 +228,7 @@ async def test_what_one_saves_another_loads_elsewhere_in_its_memory(
 async def test_an_engines_memory_hears_where_blocks_lie_before_there_is_any(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:
-    async with running_pool(tmp_path, 1) as (pool, _):
+    async with running_agents(tmp_path, 1) as pool:
 
         def play() -> None:
             node, memory, other = nodes(pool.sockets["node-1"]), Memory(1), Memory(None)
@@ -245,7 +246,7 @@ async def test_an_engines_memory_hears_where_blocks_lie_before_there_is_any(
 async def test_parts_reach_the_pool_as_their_layers_are_computed_and_the_probe_last(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:
-    async with running_pool(tmp_path, 2) as (pool, _):
+    async with running_agents(tmp_path, 2) as pool:
 
         def play() -> None:
             one, other = nodes(pool.sockets["node-1"]), nodes(pool.sockets["node-2"])
@@ -285,7 +286,7 @@ async def test_parts_reach_the_pool_as_their_layers_are_computed_and_the_probe_l
 async def test_parts_are_fetched_while_another_engine_computes_the_rest(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:
-    async with running_pool(tmp_path, 2, replicas=0) as (pool, _):
+    async with running_agents(tmp_path, 2, replicas=0) as pool:
 
         def play() -> None:
             one, other = nodes(pool.sockets["node-1"]), nodes(pool.sockets["node-2"])
@@ -359,7 +360,7 @@ async def test_what_is_fetched_ahead_comes_in_the_order_in_which_it_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
     by_layers: bool,
 ) -> None:
-    async with running_pool(tmp_path, 1) as (pool, _):
+    async with running_agents(tmp_path, 1) as pool:
         node = nodes(pool.sockets["node-1"])
         chain = hashes("a", 4)
         await asyncio.to_thread(node.save, chain, Memory(1), IDS)
@@ -391,7 +392,7 @@ class Broken(Memory):
 async def test_a_save_that_breaks_off_lets_go_of_the_engines_memory(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:
-    async with running_pool(tmp_path, 1) as (pool, _):
+    async with running_agents(tmp_path, 1) as pool:
 
         def play() -> None:
             node = nodes(pool.sockets["node-1"])
@@ -406,7 +407,7 @@ async def test_a_save_that_breaks_off_lets_go_of_the_engines_memory(
 async def test_what_the_engine_had_begun_goes_before_what_is_loaded(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:
-    async with running_pool(tmp_path, 1) as (pool, _):
+    async with running_agents(tmp_path, 1) as pool:
 
         def play() -> None:
             node = nodes(pool.sockets["node-1"])
@@ -430,7 +431,7 @@ async def test_what_the_engine_had_begun_goes_before_what_is_loaded(
 async def test_a_prefix_comes_up_to_its_first_gap(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:
-    async with running_pool(tmp_path, 2) as (pool, _):
+    async with running_agents(tmp_path, 2) as pool:
 
         def play() -> None:
             one, other = nodes(pool.sockets["node-1"]), nodes(pool.sockets["node-2"])
@@ -447,7 +448,7 @@ async def test_a_prefix_comes_up_to_its_first_gap(
 async def test_more_than_the_arena_takes_at_once_goes_in_windows(
     tmp_path: Path, nodes: Callable[..., Node], threads: int
 ) -> None:
-    async with running_pool(tmp_path, 2, arena_bytes=6 * MIB) as (pool, _):
+    async with running_agents(tmp_path, 2, arena_bytes=6 * MIB) as pool:
 
         def play() -> None:
             one = nodes(pool.sockets["node-1"], window_bytes=200_000)
@@ -543,7 +544,7 @@ async def test_a_load_of_which_nothing_is_wanted_any_more_ends_at_once(
 async def test_of_a_load_that_ends_early_what_came_is_counted_and_no_more(
     tmp_path: Path, nodes: Callable[..., Node], by_whom: str
 ) -> None:
-    async with running_pool(tmp_path, 1) as (pool, _):
+    async with running_agents(tmp_path, 1) as pool:
         node = nodes(pool.sockets["node-1"])
         chain = hashes("a", 4)
         await asyncio.to_thread(node.save, chain, Memory(1), IDS)
@@ -630,7 +631,7 @@ async def test_a_load_that_is_given_up_as_its_turn_comes_leaves_it_to_the_next()
 async def test_nothing_is_written_after_the_report(
     tmp_path: Path, nodes: Callable[..., Node], threads: int
 ) -> None:
-    async with running_pool(tmp_path, 2) as (pool, _):
+    async with running_agents(tmp_path, 2) as pool:
 
         def play() -> None:
             node = nodes(pool.sockets["node-1"])
@@ -650,7 +651,7 @@ async def test_nothing_is_written_after_the_report(
 async def test_engines_that_hash_otherwise_are_told(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:
-    async with running_pool(tmp_path, 2) as (pool, _):
+    async with running_agents(tmp_path, 2) as pool:
 
         def play() -> list[bytes]:
             told: list[bytes] = []
@@ -704,14 +705,13 @@ async def test_ranks_that_hold_the_same_bytes_read_as_a_group(
 async def test_bytes_that_changed_in_the_arena_are_not_loaded_and_make_room_for_right_ones(
     tmp_path: Path, nodes: Callable[..., Node], threads: int
 ) -> None:
-    async with running_pool(tmp_path, 1, replicas=0) as (pool, _):
+    async with running_agents(tmp_path, 1, replicas=0) as pool:
 
         def play() -> None:
             node, mine, theirs = nodes(pool.sockets["node-1"]), Memory(1), Memory(None)
             chain = hashes("a", 4)
             node.save(chain, mine, IDS)
-            [path] = [one for one in pool.arenas if one.suffix == ".arena"]
-            with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as arena:
+            with (tmp_path / "1.arena").open("r+b") as file, mmap.mmap(file.fileno(), 0) as arena:
                 at = arena.find(bytes(mine.parts[IDS[1][2]][2]))
                 assert at >= 0
                 arena[at + 100] ^= 1
@@ -729,7 +729,7 @@ async def test_bytes_that_changed_in_the_arena_are_not_loaded_and_make_room_for_
 async def test_an_agent_is_told_what_became_of_prefixes_also_of_what_it_could_not_be_told(
     tmp_path: Path,
 ) -> None:
-    async with running_pool(tmp_path, 1) as (pool, _):
+    async with running_agents(tmp_path, 1) as pool:
         socket = pool.sockets["node-1"]
 
         def play() -> None:

@@ -39,13 +39,6 @@ class Engines(TwoClients):
     def look(self, key: bytes, size_bytes: int) -> None:
         self.get(key, size_bytes)
 
-    def wait_for_the_disk(self) -> None:
-        """Until the home's has taken what was to leave its arena: else that is evicted."""
-        until = time.monotonic() + PATIENCE_S
-        while self.home.stats()["ssd_writes_waiting"]:
-            assert time.monotonic() < until
-            time.sleep(0.01)
-
     def conveyed_bytes(self) -> float:
         """What came by conveyors, and of the courier by anything."""
         return self.other.stats()["courier_conveyed_bytes_total"]

@@ -94,7 +94,11 @@ def test_puts_between_nodes_with_disks_go_so_too(engines: Engines, keys: list[by
     keys = home_keys(engines.pool, HOME, 160, "more than the arena has room for")
     for key in keys:
         engines.put(key, size_bytes)
-    tiers = {engines.tier_of(engines.home, key, size_bytes) for key in keys}
+        engines.wait_for_the_disk()
+    tiers = []
+    for key in keys:
+        tiers.append(engines.tier_of(engines.home, key, size_bytes))
+        engines.wait_for_the_disk()
     assert "ssd" in tiers
     assert engines.pushed() > 0
     assert engines.home.stats()["courier_put_taken_total"] > 0

@@ -93,6 +93,13 @@ class TwoClients:
         self.put(key, size_bytes)
         self.look(key, size_bytes)
 
+    def wait_for_the_disk(self) -> None:
+        """Until the home's has taken what was to leave its arena: else that is evicted."""
+        until = time.monotonic() + PATIENCE_S
+        while self.home.stats()["ssd_writes_waiting"]:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
     def close(self) -> None:
         self.home.close()
         self.other.close()
