@@ -20,16 +20,17 @@ itself; where the arena is full, the namespace pays that has the least recently 
 of its blocks goes, that namespace's policy says; what it says is checked, and where it is wrong or
 finds nothing, the least recently used goes, and a wrong answer is counted. Where the victim's slab
 is cut for another size, the slab's other copies go with it, since one free slot of the wrong size
-helps nobody; so a slab in which anything is pinned or being written is passed over. Those that were
-used much later than the victim stay, and another victim is looked for. What cannot
-succeed evicts nothing: before the first victim is chosen, it is known that some victims make the
-room (unless somebody pins them meanwhile).
+helps nobody; so a slab in which anything is pinned or being written is passed over. Of the slabs of
+those that would go first, the one goes in which nothing has been used for the longest: what was
+just put stays, and no more than one slab goes; for a block of several, as many that lie side by
+side. What cannot succeed evicts nothing: before the first victim is chosen, it is known that some
+victims make the room (unless somebody pins them meanwhile).
 
 A namespace may have a share that is assured to it: as long as it takes no more, none of its copies
 goes for the sake of another. What is assured to all together is nine tenths of the arena at most;
 where an operator says more, each has less in proportion. What its own quota, its time to live or
-its own puts evict goes all the same. Where shares are assured, a block of several slabs may find
-after some evictions that it cannot have its room.
+its own puts evict goes all the same. Where shares are assured, a block of several slabs may not
+have its room though it could be made.
 
 A policy may know of blocks that are of no use without another (`Policy.descendants`): with that one
 they go, too, pinned ones as soon as they can. A copy that is being written pins the block before it
@@ -60,6 +61,8 @@ DOOMED: Final = 2
 _VICTIMS_TRIED: Final = 256
 """Candidates looked at, in a policy's order or the least recently used first, for one that frees
 something; then it is one of the right size, or a whole slab, however lately used."""
+_SLABS_TRIED: Final = 8
+"""Slabs of those that would go first, of which one is emptied for another size."""
 _CLEAN: Final = 32
 """Candidates looked at for one that lies below, too, where the first does not."""
 _NAMESPACES_ASKED: Final = 4
@@ -430,6 +433,8 @@ class Store:
         self._rules: dict[int, StoreRules] = {}
         self._assured: dict[int, int] = {}
         """By namespace, the bytes that are assured to it."""
+        self._passed_over: set[int] = set()
+        """Slabs that were looked at already, while room is made."""
         self._room_for: int | None = None
         """The namespace that room is made for; None: what goes is not for one of them."""
         self._now = 0.0
@@ -1107,9 +1112,10 @@ class Store:
         """Whether evicting it, or its slab, makes room for an extent of that size."""
         if (self._prefixed or self._assured) and not self._can_go(copy):
             return False
-        if wanted_bytes in (0, copy.reserved_bytes):
-            return True
-        return self._can_clear(copy.offset // self.allocator.slab_bytes)
+        slab = copy.offset // self.allocator.slab_bytes
+        if slab in self._passed_over:
+            return False
+        return wanted_bytes in (0, copy.reserved_bytes) or self._can_clear(slab)
 
     def _can_go(self, copy: Copy) -> bool:
         """Whether a copy can go now, and everything that goes with it."""
@@ -1207,14 +1213,14 @@ class Store:
         if offset is not None:
             return offset
         self.elsewhere.refresh()
-        offset = self.allocator.allocate(size_bytes)
+        offset = self.allocator.allocate(size_bytes, thorough=True)
         if offset is None and not self._room_can_be_made(size_bytes):
             raise self._no_room(size_bytes)
         while offset is None:
             more = self._make_room(self.allocator.extent_bytes(size_bytes))
-            # Where there is nothing left to evict, the room is there, if hard to find; or what was
-            # to go has been pinned elsewhere since it was chosen.
-            offset = self.allocator.allocate(size_bytes, thorough=not more)
+            # The room may be there, if hard to find; or what was to go has been pinned elsewhere
+            # since it was chosen.
+            offset = self.allocator.allocate(size_bytes, thorough=True)
             if offset is None and not more:
                 raise self._no_room(size_bytes)
         return offset
@@ -1236,34 +1242,117 @@ class Store:
             return self._any_of_who_pays(wanted_bytes, _VICTIMS_TRIED) is not None
         if wanted_bytes <= slab_bytes:
             return bool(self._clear_slabs) or wanted_bytes in self._evictable_of_size
+        return self._clear_run(wanted_bytes) is not None
+
+    def _clear_run(self, wanted_bytes: int) -> int | None:
+        """The first of so many bytes of whole slabs in which nothing is stuck."""
+        slab_bytes = self.allocator.slab_bytes
         end = 0
         stuck = {i for i, use in self._slabs.items() if use.stuck}
         if self._assured:
             stuck.update(i for i in self._clear_slabs if not self._can_clear(i))
         for index in sorted(stuck | self.allocator.retired):
             if (index - end) * slab_bytes >= wanted_bytes:
-                return True
+                return end
             copy = self._by_offset.get(index * slab_bytes)
             taken = copy.reserved_bytes if copy is not None else 0
             end = index + max(1, -(-taken // slab_bytes))
-        return (self.allocator.slab_count - end) * slab_bytes >= wanted_bytes
+        return end if (self.allocator.slab_count - end) * slab_bytes >= wanted_bytes else None
 
     def _make_room(self, wanted_bytes: int) -> bool:
-        """Evict a copy of the size that is wanted, or those of a slab that have not been used for
-        half as long as the first to go; False where there is neither. Each call frees at least one
-        copy, so the work is O(1) amortised over the copies stored."""
+        """Evict a copy of the size that is wanted, or as many as lie in the slabs that are needed;
+        False where there is neither. Each call frees at least one copy, and looks at the slabs of
+        some, so the work is O(1) amortised over the copies stored."""
         victim = self._choose(wanted_bytes)
-        if victim is None:
-            index = next(filter(self._can_clear, self._clear_slabs), None)
-            if index is None:
-                return False
-            self._clear_out(index)
-        elif victim.reserved_bytes == wanted_bytes:
+        if victim is not None and victim.reserved_bytes == wanted_bytes:
             self._evict(victim)
-        else:
-            until = max(victim.used_at, (victim.used_at + self._now) / 2)
-            self._clear_out(victim.offset // self.allocator.slab_bytes, until)
+            return True
+        victims = self._unused_longest(victim, wanted_bytes) or self._anywhere(wanted_bytes)
+        if not victims:
+            return False
+        self.elsewhere.withdraw(victims)
+        for copy in victims:
+            if self._index.get(copy.block) is copy:  # it did not go with an ancestor
+                self._evict(copy)
         return True
+
+    def _unused_longest(self, victim: Copy | None, wanted_bytes: int) -> list[Copy]:
+        """What makes room together, around the first to go or one of those that would go next:
+        where nothing has been used for the longest. So what was just put stays, though old copies
+        lie in the same slab. Empty where nothing does."""
+        victims: list[Copy] = []
+        last_use = inf
+        while victim is not None and victim.used_at < last_use:
+            slab = victim.offset // self.allocator.slab_bytes
+            tried = len(self._passed_over)
+            if slab in self._passed_over or tried == (_SLABS_TRIED if victims else _VICTIMS_TRIED):
+                break
+            self._passed_over.add(slab)
+            together = self._together_with(victim, wanted_bytes)
+            used_at = max((copy.used_at for copy in together), default=inf)
+            if used_at < last_use:
+                victims, last_use = together, used_at
+            victim = self._choose(wanted_bytes)
+        self._passed_over.clear()
+        return victims
+
+    def _together_with(self, copy: Copy, wanted_bytes: int) -> list[Copy]:
+        """What has to go where this copy lies to make room: it alone, if it has the size; else all
+        copies of its slab, and, if several are needed, of slabs beside it, on the side that has
+        been unused for longer. Empty where something is in the way."""
+        if copy.reserved_bytes == wanted_bytes:
+            return [copy]
+        piece = self.allocator.piece(copy.offset // self.allocator.slab_bytes)
+        together = self._if_it_can_go(piece)
+        if piece is None or together is None:
+            return []
+        left, right = piece.start, piece.stop
+        while (right - left) * self.allocator.slab_bytes < wanted_bytes:
+            best: tuple[float, range, list[Copy]] | None = None
+            for index in (left - 1, right):
+                piece = self.allocator.piece(index)
+                more = self._if_it_can_go(piece)
+                if piece is None or more is None:
+                    continue
+                used_at = max((copy.used_at for copy in more), default=0.0)
+                if best is None or used_at < best[0]:
+                    best = used_at, piece, more
+            if best is None:
+                return []
+            _, piece, more = best
+            together += more
+            left, right = min(left, piece.start), max(right, piece.stop)
+        return together if not self._assured or self._can_spare(together) else []
+
+    def _if_it_can_go(self, piece: range | None) -> list[Copy] | None:
+        """The copies in some slabs (`Allocator.piece`), which may be free; None where one is
+        stuck."""
+        if piece is None:
+            return None
+        if piece.start not in self._slabs:
+            return []
+        if not self._can_clear(piece.start):
+            return None
+        offsets = self.allocator.neighbours(piece.start * self.allocator.slab_bytes)
+        return [self._by_offset[offset] for offset in offsets]
+
+    def _anywhere(self, wanted_bytes: int) -> list[Copy]:
+        """What makes room together, wherever that is; empty where nothing does."""
+        if wanted_bytes <= self.allocator.slab_bytes:
+            index = next(filter(self._can_clear, self._clear_slabs), None)
+        else:
+            index = self._clear_run(wanted_bytes)
+        together: list[Copy] = []
+        slabs = -(-wanted_bytes // self.allocator.slab_bytes)
+        while index is not None and slabs > 0:
+            piece = self.allocator.piece(index)
+            more = self._if_it_can_go(piece)
+            if piece is None or more is None:
+                return []
+            together += more
+            slabs -= len(piece)
+            index = piece.stop
+        return together if not self._assured or self._can_spare(together) else []
 
     def _choose(self, wanted_bytes: int) -> Copy | None:
         """The policy's choice of the namespace with the least recently used copy, or, where that
@@ -1291,16 +1380,6 @@ class Store:
                 fallback = copy
         of_size = self._evictable_of_size.get(wanted_bytes)
         return fallback or next(filter(self._can_go, (of_size or {}).values()), None)
-
-    def _clear_out(self, index: int, until: float = inf) -> None:
-        """Evict the copies of a slab in which nothing is stuck that were last used by then."""
-        offsets = self.allocator.neighbours(index * self.allocator.slab_bytes)
-        copies = (self._by_offset[offset] for offset in offsets)
-        victims = [copy for copy in copies if copy.used_at <= until]
-        self.elsewhere.withdraw(victims)
-        for victim in victims:
-            if self._index.get(victim.block) is victim:  # it did not go with an ancestor
-                self._evict(victim)
 
     def check(self) -> None:
         """Assert every invariant of the store and its allocator; for tests."""

@@ -128,6 +128,10 @@ class _SlabRuns:
             start = before
         self._insert(start, count)
 
+    def length_at(self, start: int) -> int:
+        """Of the free run that begins there; 0 where none does."""
+        return self._length.get(start, 0)
+
     def runs(self) -> list[tuple[int, int]]:
         """All free runs as (start, length), in order; for checks."""
         return sorted(self._length.items())
@@ -311,6 +315,20 @@ class Allocator:
         first = index * self.slab_bytes
         places = (first + i * slab.size_class.extent_bytes for i in range(slab.fresh))
         return [place for place in places if place in self._live]
+
+    def piece(self, index: int) -> range | None:
+        """The slabs that are taken, or free, together with this one: itself, those of an extent of
+        several, or a free run. None where there is no such slab, or it is handed out no more. As
+        many steps as slabs of it come before."""
+        if index in self.retired or not 0 <= index < self.slab_count:
+            return None
+        start = index
+        while start not in self._slabs:
+            count = self._runs.get(start) or self._free.length_at(start)
+            if count:
+                return range(start, start + count)
+            start -= 1
+        return range(start, start + 1)
 
     def retire(self, index: int) -> bool:
         """Hand a slab out no more; False where something lies in it."""

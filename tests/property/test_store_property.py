@@ -1,13 +1,15 @@
 """The store under any policy, wrong ones included.
 
 Oracle: `Store.check`, which reckons everything anew from the copies; a quota that is never
-exceeded, an assured share that no other takes; pinned copies whose bytes nobody else is given; and,
-for the value policy, that whoever came behind a block went before it. Cannot see: what the agent
+exceeded, an assured share that no other takes; pinned copies whose bytes nobody else is given; no
+more evicted than lies in the slabs that are needed; and, for the value policy, that whoever came
+behind a block went before it. Cannot see: what the agent
 makes of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import dataclass, field
 
@@ -191,6 +193,41 @@ def test_rules_may_change_at_any_time(
     store.check()
     for step in more:
         scene.do(*step)
+        store.check()
+
+
+@given(
+    seed=st.integers(0, 1 << 32),
+    names=st.tuples(*[st.sampled_from([name for name in NAMES if name != "value"])] * 2),
+    pins=st.integers(0, 6),
+)
+@settings(max_examples=200, deadline=None)
+def test_no_more_goes_than_lies_in_the_slabs_that_are_needed(
+    seed: int, names: tuple[str, str], pins: int
+) -> None:
+    rng = random.Random(seed)
+    store = Store(Allocator(4 * SLABS * SLAB, SLAB))
+    store.configure({number: StoreRules(name) for number, name in enumerate(names, 1)})
+    for number in range(200):
+        store.advance(number / 10)
+        _put(store, rng.randint(1, 2), number, rng.choice(SIZES))
+    for block in rng.choices(sorted(store.blocks()), k=200):
+        number += 1
+        store.advance(number / 10)
+        store.get(block)
+    for block in rng.sample(sorted(store.blocks()), pins):
+        pinned = store.peek(block)
+        assert pinned is not None
+        store.pin(pinned)
+    for number in range(1000, 1020):
+        store.advance(float(number))
+        before = store.counters.evicted_bytes
+        size_bytes = rng.choice(SIZES)
+        with contextlib.suppress(NoRoomError):
+            _put(store, rng.randint(1, 2), number, size_bytes)
+        # One more, where a block of two slabs goes and one of them is enough.
+        slabs = -(-size_bytes // SLAB) + 1
+        assert store.counters.evicted_bytes - before <= slabs * SLAB
         store.check()
 
 

@@ -7,6 +7,7 @@ dictionary. Cannot see: concurrency (there is none in the agent) and what client
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 
@@ -256,8 +257,39 @@ def test_what_was_just_put_stays_where_another_size_empties_the_slab_that_it_sha
         for number in (*range(4), *range(100, 103), *range(200, 204))
         if store.peek(block(number)) is not None
     }
-    assert held == {200, 201, 202, 203}
-    assert store.counters.evictions == 7
+    assert held == {0, 1, 2, 3, 200, 201, 202, 203}, "old copies in the same slab stay as well"
+    store.check()
+
+
+@pytest.mark.parametrize("slabs", [1, 2, 5])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_block_of_another_size_evicts_what_lies_in_its_slabs_and_no_more(
+    slabs: int, shuffled: bool
+) -> None:
+    """Whenever which of the others was used."""
+    store = Store(Allocator(64 * SLAB, SLAB))
+    each = SLAB // 8
+    numbers = list(range(64 * 8))
+    for number in numbers:
+        put(store, number, each)
+    rng = random.Random(1)
+    if shuffled:
+        rng.shuffle(numbers)
+    for at, number in enumerate(numbers):
+        store.advance(float(at))
+        assert store.get(block(number)) is not None
+    stuck = store.peek(block(rng.randrange(64 * 8)))
+    assert stuck is not None
+    store.pin(stuck)
+    before = 0
+    for number in range(5):
+        store.advance(1000.0 + number)
+        put(store, 10_000 + number, slabs * SLAB)
+        assert store.counters.evictions - before == 8 * slabs
+        before = store.counters.evictions
+    gone = [number for number in numbers if store.peek(block(number)) is None]
+    if slabs == 1 or not shuffled:
+        assert not {*gone} & {*numbers[-40:]}, "nor what was used last"
     store.check()
 
 
