@@ -12,6 +12,9 @@ WORKERS ?= $(shell expr $$(nproc) + 1)
 PACKAGES := bench cli controller hostagent native p4 protocol routing service simulation switchsim topologies workloads
 FILES := $(shell find $(PACKAGES) -name '*.py' -o -name 'py.typed' | sort)
 
+# Tests start hundreds of processes: each would compile all of kvcast where its bytecode is not kept.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup setup-shell setup-engines setup-engine-peers demo check test test-engines test-rdma lint format p4 clean
 
 help: ## list the targets
