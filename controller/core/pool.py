@@ -52,6 +52,8 @@ from kvcast.controller.core.tiers import AdmitMode, HeatSample, Tiers
 from kvcast.controller.core.worth import judge
 from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,
+    MAX_COUNTER_CHARS,
+    MAX_COUNTERS,
     MAX_RESIDENTS,
     AgentMessage,
     BlockRef,
@@ -90,7 +92,6 @@ from kvcast.protocol.messages.wire import (
 from kvcast.protocol.namespace_secrets import SECRET_BYTES, KeyDerivation
 
 MAX_CHUNK_BYTES = CHUNKINGS[-1].chunk_bytes
-MAX_COUNTERS = 256
 MAX_COUNT = 2.0**63
 """Of an agent's counter: beyond it, sums and rates would be infinite before long."""
 MAX_HOT = 256
@@ -371,7 +372,7 @@ class Pool:
         counters = {
             name: value
             for name, value in message.counters.items()
-            if len(name) <= 64 and abs(value) <= MAX_COUNT
+            if len(name) <= MAX_COUNTER_CHARS and abs(value) <= MAX_COUNT
         }
         if len(counters) != len(message.counters) or len(counters) > MAX_COUNTERS:
             self.counts["agent_counters_ignored"] += 1

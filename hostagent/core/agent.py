@@ -994,7 +994,7 @@ class AgentCore:
 
     def card_numbers(self) -> dict[str, float]:
         """What there is to say of RDMA cards, by Prometheus' sample names: for clients, not for the
-        controller, which takes so many numbers only."""
+        controller, which takes only so many numbers (`control.MAX_COUNTERS`)."""
         return {
             f'rdma_card_{name}{{card="{card}"}}': value
             for card, numbers in self.cards().items()

@@ -17,7 +17,8 @@ from kvcast.protocol.messages.control import AgentMessage, Refused, Register
 from kvcast.protocol.messages.framing import MessageCodec
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
-"""Longest message of an agent; a Renew with 256 hot blocks takes about 16 KiB."""
+"""Longest message of an agent; a Renew with 256 hot blocks and 1,024 counters takes about
+100 KiB."""
 MAX_UNSENT_BYTES: Final = 8 << 20
 """A connection whose peer does not read is closed when so much waits for it."""
 REGISTER_TIMEOUT_S: Final = 5.0

@@ -37,6 +37,11 @@ MAX_REPLICATED = 4096
 """Blocks that nodes answer for beside those of the bucket map, at most."""
 MAX_REPLICAS = 32
 """Nodes that do so for one block, at most."""
+MAX_COUNTERS = 1024
+"""Numbers that one report gives, at most: what is beyond is not looked at. An agent with every tier
+there is has some 600. They take up to 80 KiB of a message, and 5 MB for all nodes of a pool."""
+MAX_COUNTER_CHARS = 64
+"""Of a number's name."""
 Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 NodeId = Annotated[str, Meta(max_length=64, pattern=rf"\A{NODE_ID_PATTERN}\Z")]
 Text = Annotated[str, Meta(max_length=256)]
@@ -238,7 +243,8 @@ class NamespaceReads(Struct, frozen=True, array_like=True):
 class Renew(Struct, frozen=True, tag="renew"):
     """Keeps the lease and reports; sent every lease/3.
 
-    `counters` are totals since the incarnation began, by name (the agent's metric names);
+    `counters` are totals since the incarnation began, and present values, by name (the agent's
+    metric names), at most `MAX_COUNTERS`;
     `hot` the most-read blocks that this home answered for, at most 256, since the last report;
     `reads` by namespace, at most 256; `wrong`: the blocks (namespace, key, digest) that came from
     switch memory since the last report, and had not the digest under which they are kept there.

@@ -17,6 +17,7 @@ from unittest import mock
 
 import msgspec
 import pytest
+from equipped_agent import equipped_core
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.controller.core import program
@@ -28,8 +29,12 @@ from kvcast.controller.core.pool import GUARD_ENTRIES, Close, Pool, PoolOptions,
 from kvcast.controller.core.reconcile import Change, MatchValue, SwitchState, Verb, apply, diff
 from kvcast.controller.core.tiers import AdmitMode, HeatSample, PinError
 from kvcast.controller.switch.control_loop import ControlLoop, SwitchError
+from kvcast.hostagent.core.metrics import quantile
+from kvcast.protocol.links.control_callee import MAX_MESSAGE_BYTES
 from kvcast.protocol.messages.control import (
     AT_END,
+    MAX_COUNTER_CHARS,
+    MAX_COUNTERS,
     AgentMessage,
     Credit,
     Describe,
@@ -55,6 +60,7 @@ from kvcast.protocol.messages.control import (
     Residents,
     number_of,
 )
+from kvcast.protocol.messages.framing import MessageCodec
 from kvcast.protocol.messages.wire import CHUNKINGS, SEGMENT_BYTES, BlockId, bucket_of
 from registering import register
 
@@ -532,6 +538,32 @@ def test_strange_counters_and_reports_are_ignored_and_counted() -> None:
     assert driver.pool.counts["agent_counters_ignored"] == 1
     assert driver.pool.counts["reports_ignored"] == 2
     assert mine in driver.pool.tiers.heat
+
+
+def test_all_numbers_of_an_agent_that_has_everything_are_taken_with_room_for_more() -> None:
+    driver = Driver()
+    driver.join(1)
+    core = equipped_core()
+    core.metrics.fetch_time.add(0.2)
+    report = core.renewal()
+    for part in ("recovery_", "arena9_", "ssd_", "cold_", "courier_put_", "rdma_", "landing_"):
+        assert any(name.startswith(part) for name in report.counters), part
+    driver.say(1, report)
+    assert driver.pool.agent_counters["node-1"] == report.counters
+    assert quantile(driver.pool.agent_counters["node-1"], "fetch_seconds", 0.5) is not None
+    assert driver.pool.counts["agent_counters_ignored"] == 0
+    assert len(report.counters) < 0.75 * MAX_COUNTERS, "raise it before there is no room"
+    assert max(map(len, report.counters)) < 0.75 * MAX_COUNTER_CHARS
+    assert len(MessageCodec(Renew).encode(report)) < MAX_MESSAGE_BYTES / 8
+
+
+def test_of_more_counters_than_there_may_be_the_first_are_taken() -> None:
+    driver = Driver()
+    driver.join(1)
+    counters = {f"counter_{number}": 1.0 for number in range(MAX_COUNTERS + 1)}
+    driver.say(1, renew(counters=counters))
+    assert list(driver.pool.agent_counters["node-1"]) == list(counters)[:-1]
+    assert driver.pool.counts["agent_counters_ignored"] == 1
 
 
 def test_heat_of_an_unknown_namespace_is_ignored() -> None:
