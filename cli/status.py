@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 _RESIDENTS_SHOWN = 12
 _SOME_HAVE = ("arena", "ssd", "cold")
 """Tiers that are shown where blocks came from there."""
+_MEMORIES = {"dram": "DRAM", "arena": "arenas", "ssd": "SSD", "cold": "cold"}
+"""Tiers of a node that hold blocks, as they are headed; those that no node has are not shown."""
+_STYLES = {"dead": "red", "silent": "yellow", "draining": "yellow", "joining": "yellow"}
+"""Of states (`controller/core/node_report.py`)."""
 _WIDE = 200
 """Columns of a view that no terminal shows."""
 _OUTCOMES = ("whole", "part", "computed")
@@ -136,7 +140,8 @@ def render(status: dict[str, Any], before: tuple[dict[str, Any], float] | None) 
     """The view; `before` is an earlier status and its age in seconds, for rates."""
     from rich.console import Group
 
-    parts: list[RenderableType] = [_summary(status), _nodes(status, before), _hits(status)]
+    parts: list[RenderableType] = [_summary(status), _nodes(status, before)]
+    parts += [_memory(status), _hits(status)]
     if (prefixes := _prefixes(status)) is not None:
         parts.append(prefixes)
     counts = (("switch decisions", "decisions"), ("fills", "fills"))
@@ -171,7 +176,7 @@ def _summary(status: dict[str, Any]) -> RenderableType:
 
 
 def _nodes(status: dict[str, Any], before: tuple[dict[str, Any], float] | None) -> RenderableType:
-    """A row a node: state, memory, and what its link carried to readers."""
+    """A row a node: state, and what its link carried to readers, and carries of what it could."""
     counted = status.get("agents", {})
     rows = [
         (
@@ -180,13 +185,13 @@ def _nodes(status: dict[str, Any], before: tuple[dict[str, Any], float] | None) 
             _state(node),
             node["buckets"],
             node["blocks"],
-            f"{node['arena_used_bytes'] / 2**20:.1f}/{node['arena_bytes'] / 2**20:.0f}",
+            _load(node),
             f"{_sent(counted.get(node['node_id'], {})) / 2**20:.1f}",
             _rate(node["node_id"], counted.get(node["node_id"], {}), before),
         )
         for node in _by_port(status)
     ]
-    columns = ("node", "port", "state", "buckets", "blocks", "DRAM MiB", "sent MiB", "MiB/s")
+    columns = ("node", "port", "state", "buckets", "blocks", "link", "sent MiB", "MiB/s")
     return table_of(columns, rows, title="nodes", left=("node", "state"))
 
 
@@ -252,14 +257,41 @@ def _by_port(status: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _state(node: dict[str, Any]) -> str:
-    if not node["alive"]:
-        return "[red]dead[/]"
-    if not node["connected"]:
-        return "[yellow]silent[/]"
-    if node.get("draining"):
-        return "[yellow]draining[/]" if node["placed"] else "drained"
-    joins = node.get("joining") or not node["programmed"]
-    return "[yellow]joining[/]" if joins else "alive"
+    state = node["state"]
+    return f"[{_STYLES[state]}]{state}[/]" if state in _STYLES else str(state)
+
+
+def _load(node: dict[str, Any]) -> str:
+    """What the node sends of what its link carries, where that is known."""
+    return f"{node['load']:.0%}" if node.get("link_bits_per_s") else "–"
+
+
+def _memory(status: dict[str, Any]) -> RenderableType:
+    """A row a node, and one for all: what lies in each of its tiers, and how large that is."""
+    nodes = [(node["node_id"], node["tiers"]) for node in _by_port(status)]
+    shown = [tier for tier in _MEMORIES if any(tier in tiers for _, tiers in nodes)]
+    everything = {
+        tier: {
+            what: sum(tiers[tier][what] for _, tiers in nodes if what in tiers.get(tier, {}))
+            for what in ("used_bytes", "size_bytes")
+        }
+        for tier in shown
+    }
+    rows = [
+        (name, *(_fill(tiers.get(tier)) for tier in shown))
+        for name, tiers in [*nodes, ("all", everything)]
+    ]
+    columns = ("node", *(_MEMORIES[tier] for tier in shown))
+    return table_of(columns, rows, title="memory in use, MiB", left=("node",))
+
+
+def _fill(tier: dict[str, int] | None) -> str:
+    """MiB in use, of how many, if anybody knows the size."""
+    if tier is None:
+        return "–"
+    used = f"{tier['used_bytes'] / 2**20:,.1f}"
+    size_bytes = tier.get("size_bytes")
+    return f"{used} of {size_bytes / 2**20:,.0f}" if size_bytes else used
 
 
 def _sent(counters: dict[str, float]) -> float:

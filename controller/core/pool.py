@@ -37,6 +37,7 @@ from kvcast.controller.core.membership import (
 )
 from kvcast.controller.core.multicast_groups import MulticastGroups
 from kvcast.controller.core.namespaces import Group, NamespaceError, Namespaces, TenantRules
+from kvcast.controller.core.node_report import state_of, tiers_of
 from kvcast.controller.core.placement import Placement, place
 from kvcast.controller.core.reconcile import PORT_SET, SwitchState, joined
 from kvcast.controller.core.replicas import (
@@ -949,6 +950,7 @@ class Pool:
                 {
                     **msgspec.to_builtins(node.info),
                     "incarnation": node.incarnation,
+                    "state": state_of(node, programmed=node.node_id in self.programmed_nodes),
                     "alive": node.live,
                     "connected": node.connection is not None,
                     "placed": node.placed,
@@ -967,8 +969,10 @@ class Pool:
                     "lease_left_s": round(max(0.0, node.lease_until - now), 3),
                     "mtu_bytes": node.mtu_bytes,
                     "load": round(self.hot.load_of(node.node_id), 3),
+                    "link_bits_per_s": node.link_bits_per_s,
                     "arena_bytes": node.arena_bytes,
                     "arena_used_bytes": node.arena_used_bytes,
+                    "tiers": tiers_of(node, self.agent_counters.get(node.node_id, {})),
                     "blocks": node.blocks,
                 }
                 for node in sorted(self.membership.nodes.values(), key=lambda n: n.index)

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from kvcast.hostagent.core.cold_known import KnownObjects
 from kvcast.hostagent.core.cold_share import ColdShare
 from kvcast.hostagent.core.store import COMMITTED, Copy, Store
-from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.protocol.messages.wire import MAX_BLOCK_BYTES, BlockId, digest_of
 
 HEAD: Final = struct.Struct("<8sQ16sQQd")
@@ -130,8 +130,9 @@ class ColdTier:
         """Of the namespaces that are kept here; 0 = for ever."""
         self.shares: dict[int, ColdShare] = {}
         """Of those of them that have a quota."""
-        self._known: BoundedMap[BlockId, float] = BoundedMap(rules.max_known)
-        """By when each had been committed, at the latest."""
+        self._known = KnownObjects(rules.max_known)
+        self._buckets: frozenset[int] = frozenset()
+        """Those whose first home this node is."""
         self._to_store: deque[tuple[Copy, int]] = deque()
         self._to_fetch: deque[_Fetch] = deque()
         self._others: deque[Task] = deque()
@@ -164,7 +165,7 @@ class ColdTier:
 
     def holds(self, block: BlockId) -> bool:
         """Whether a block is known to be there, and may not have outlived its time."""
-        since, ttl_s = self._known.get(block), self._ttl_s.get(block.namespace)
+        since, ttl_s = self._known.since(block), self._ttl_s.get(block.namespace)
         if since is None or ttl_s is None:
             return False
         return not ttl_s or since + ttl_s > max(self._now, self._store.now)
@@ -191,8 +192,7 @@ class ColdTier:
 
     def drop(self, block: BlockId) -> bool:
         """Forget a block; whether it was known."""
-        known = block in self._known
-        self._known.pop(block, None)
+        known = self._known.remove(block)
         unlisted = self._prefix_of(block.namespace) in self._unlisted
         if unlisted and len(self._dropped) < self.rules.max_waiting:
             self._dropped.add(block)
@@ -203,7 +203,7 @@ class ColdTier:
     def drop_namespace(self, namespace: int, *, deleted: bool = True) -> None:
         """Forget all blocks of a namespace; and if it is `deleted`, delete them."""
         for block in [b for b in self._known if b.namespace == namespace]:
-            del self._known[block]
+            self._known.remove(block)
         for prefix in [p for p, number in self._listed.items() if number == namespace]:
             del self._listed[prefix]
             self._unlisted.discard(prefix)
@@ -225,6 +225,7 @@ class ColdTier:
         """State the namespaces that are kept here, and how long their blocks live; the `quotas` of
         those that have one, in bytes of all nodes together; and whose first home this node is."""
         self._ttl_s = dict(ttl_s)
+        self._buckets = buckets
         quotas = quotas or {}
         for namespace in self.shares.keys() - quotas.keys():
             self._to_store.extend(self.shares.pop(namespace).waiting)
@@ -335,7 +336,7 @@ class ColdTier:
             if len(text) == 32 and not set(text) - set("0123456789abcdef"):
                 block = BlockId(namespace, bytes.fromhex(text))
                 if block not in self._dropped and not self.holds(block):
-                    self._known[block] = self._now
+                    self._known.add(block, self._now, size_bytes)
                 if share is not None:
                     share.found(block, size_bytes)
 
@@ -438,7 +439,7 @@ class ColdTier:
             if dropped:
                 self._others.append(self._delete_task(copy.block, name))
             else:
-                self._known[copy.block] = copy.committed_at
+                self._known.add(copy.block, copy.committed_at, size_bytes)
                 self._again.pop((Errand.DELETE, name), None)
 
         return Task(Errand.STORE, name, ended, (head, view))
@@ -486,7 +487,7 @@ class ColdTier:
             if error or data is None:
                 self.counters.fetch_errors += 1
                 if error == GONE:
-                    self._known.pop(fetch.block, None)
+                    self._known.remove(fetch.block)
                     if (share := self.shares.get(fetch.block.namespace)) is not None:
                         share.gone(fetch.block)
                 fetch.ended(now, error or GONE, 0, 0.0)
@@ -535,6 +536,7 @@ class ColdTier:
         """Present values by name."""
         return {
             "cold_blocks_known": float(len(self._known)),
+            "cold_bytes": float(self._known.bytes_in(self._buckets)),
             "cold_stores_waiting": float(self.stores_waiting),
             "cold_fetches_waiting": float(len(self._to_fetch)),
         }

@@ -70,11 +70,19 @@ _PRESENT: Final = {
     "prefixes_compute_tokens_per_s": "Mean pace at which engines here compute, in tokens a second",
 }
 """What is said of numbers that are no field of a class."""
+_PRESENT_COLD: Final = {
+    "cold_blocks_known": "Objects that this node knows to be in the object store",
+    "cold_bytes": "Bytes of objects of the buckets whose first home this node is: over all nodes, "
+    "what the store holds",
+}
+"""Likewise, where there is an object store."""
 
 
 def texts_of_agent(core: AgentCore) -> dict[str, str]:
     """What is said of the agent's numbers, by name, where anything is."""
     texts = _PRESENT | texts_of(Metrics)
+    if core.cold is not None:
+        texts |= _PRESENT_COLD
     texts["fetch_seconds"] = texts.pop("fetch_time", "")
     reasons = texts_of(MissReason)
     for reason in MissReason:

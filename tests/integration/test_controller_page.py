@@ -18,6 +18,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+from kvcast.controller.core import node_report
+from kvcast.controller.core.node_report import STATES
 from kvcast.controller.http import api
 from kvcast.controller.http.api import HttpApi, HttpOptions
 from kvcast.controller.http.tokens import (
@@ -75,9 +77,14 @@ class FakeService:
 
     def status(self) -> dict[str, Any]:
         node = {
-            "node_id": HOSTILE, "switch_port": 1, "alive": False, "connected": False,
-            "programmed": False, "buckets": 0, "blocks": 0, "arena_bytes": 1 << 20,
-            "arena_used_bytes": 0,
+            "node_id": HOSTILE, "switch_port": 1, "state": "dead", "alive": False,
+            "connected": False, "programmed": False, "buckets": 0, "blocks": 0, "load": 0.25,
+            "link_bits_per_s": 1_000_000_000, "arena_bytes": 1 << 20, "arena_used_bytes": 0,
+            "tiers": {
+                "dram": {"used_bytes": 0, "size_bytes": 1 << 20},
+                "ssd": {"used_bytes": 3 << 20, "size_bytes": 8 << 20},
+                "cold": {"used_bytes": 5 << 20},
+            },
         }  # fmt: skip
         settings = {
             "policy": HOSTILE, "weight": 1.0, "operations_per_s": 0.0, "bytes_per_s": 0.0,
@@ -148,6 +155,10 @@ async def test_names_that_are_markup_are_shown_as_text() -> None:
         for place in ("#summary", "#namespaces", "#decisions", "#worth"):
             await expect(page.locator(place)).to_contain_text(HOSTILE)
         await expect(page.locator("#nodes tbody tr")).to_contain_text("dead")
+        head = page.locator("#nodes thead")
+        await expect(head).to_contain_text("DRAM MiBSSD MiBcold MiB")
+        for told in ("3 / 8", "25 %"):
+            await expect(page.locator("#nodes tbody tr")).to_contain_text(told)
         assert await page.locator("img").count() == 0
         assert complaints == []
 
@@ -193,6 +204,16 @@ def test_the_page_knows_every_tier_that_a_block_comes_from() -> None:
     for tier in TIERS:
         assert f"{tier}: " in script.partition("const MEANING")[2].partition("};")[0]
         assert f"--{tier}: " in style
+
+
+def test_the_page_knows_every_state_and_every_memory_of_a_node() -> None:
+    script = (Path(api.__file__).parent / "files/page.js").read_text()
+    for name, known in (("STYLES", STATES), ("MEMORIES", node_report.TIERS)):
+        said = re.search(rf"^const {name} = \{{(.*?)\}};", script, re.M | re.S)
+        assert said is not None
+        assert set(re.findall(r"(\w+): \"", said[1])) == set(known)
+    for fact in ("alive", "connected", "draining", "joining", "placed", "programmed"):
+        assert f"node.{fact}" not in script.replace("nodes.filter((node) => node.alive)", "")
 
 
 async def test_the_files_of_the_page_may_only_ask_their_controller(

@@ -1,5 +1,5 @@
-"""An agent's core with all that an agent can have: a kept arena that a former agent has left, further
-arenas, a disk, an object store, and compiled code for gets and puts. Nothing of it does anything."""
+"""An agent's core with all that an agent can have: a kept arena that a former agent has left,
+further arenas, a disk, an object store, and compiled code for gets and puts. All is still."""
 
 from __future__ import annotations
 

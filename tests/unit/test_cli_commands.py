@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -25,6 +26,7 @@ from pathlib import Path
 import pytest
 from kvcast.cli import drain, fsck, get, main, namespaces, shell, status
 from kvcast.cli.blocks import key_from
+from kvcast.controller.core import node_report
 from kvcast.hostagent.core.metrics import FETCH_BOUNDS_S, Histogram
 from kvcast.service import commands
 from kvcast.service.commands import CommandError, run_command
@@ -325,24 +327,24 @@ _STATUS = {
         {
             "node_id": "node-1",
             "switch_port": 1,
+            "state": "alive",
             "alive": True,
-            "connected": True,
-            "programmed": True,
             "buckets": 1024,
             "blocks": 3,
-            "arena_used_bytes": 1 << 20,
-            "arena_bytes": 64 << 20,
+            "load": 0.374,
+            "link_bits_per_s": 1_000_000_000,
+            "tiers": {"dram": {"used_bytes": 1 << 20, "size_bytes": 64 << 20}},
         },
         {
             "node_id": "node-2",
             "switch_port": 2,
+            "state": "dead",
             "alive": False,
-            "connected": False,
-            "programmed": False,
             "buckets": 0,
             "blocks": 0,
-            "arena_used_bytes": 0,
-            "arena_bytes": 64 << 20,
+            "load": 0.0,
+            "link_bits_per_s": 0,
+            "tiers": {"dram": {"used_bytes": 0, "size_bytes": 64 << 20}},
         },
     ],
     "slots": {"total": 256, "free": 255},
@@ -395,29 +397,37 @@ def test_the_status_view_shows_nodes_tiers_links_decisions_and_residents() -> No
     assert "slots 1 of 256" in text
 
 
-@pytest.mark.parametrize(
-    ("facts", "state"),
-    [
-        ({}, "alive"),
-        ({"draining": True, "placed": True}, "draining"),
-        ({"draining": True, "placed": False, "programmed": False}, "drained"),
-        ({"joining": True}, "joining"),
-        ({"programmed": False}, "joining"),
-        ({"draining": True, "placed": True, "connected": False}, "silent"),
-        ({"draining": True, "placed": False, "alive": False}, "dead"),
-    ],
-)
-def test_the_status_view_tells_what_becomes_of_a_node(facts: dict[str, bool], state: str) -> None:
-    node = {"node_id": "n", **_STATUS["nodes"][0], **facts}  # type: ignore[index, dict-item]
+@pytest.mark.parametrize("state", node_report.STATES)
+def test_the_status_view_says_of_a_node_what_the_controller_says(state: str) -> None:
+    node = {**_STATUS["nodes"][0], "state": state}  # type: ignore[index, dict-item]
     text = _rendered(None, {**_STATUS, "nodes": [node]})
-    (row,) = [line for line in text.split("blocks got")[0].splitlines() if "node-1" in line]
+    (row,) = [line for line in text.split("memory")[0].splitlines() if "node-1" in line]
     assert state in row.split()
+
+
+def test_the_status_view_shows_how_full_each_tier_is_and_how_busy_each_link() -> None:
+    one, other = _STATUS["nodes"]  # type: ignore[misc]
+    tiers = {
+        **one["tiers"],  # type: ignore[has-type]
+        "arena": {"used_bytes": 5 << 30, "size_bytes": 8 << 30},
+        "ssd": {"used_bytes": 3 << 20, "size_bytes": 100 << 20},
+        "cold": {"used_bytes": 7 << 20},
+    }
+    text = _rendered(None, {**_STATUS, "nodes": [{**one, "tiers": tiers}, other]})  # type: ignore[has-type]
+    _, nodes, memory = re.split("^(?:nodes|memory in use).*$", text, flags=re.M)
+    link = {row[1]: row[11] for row in map(str.split, nodes.splitlines()) if len(row) > 11}
+    assert (link["node-1"], link["node-2"]) == ("37%", "–")
+    lines = memory.split("blocks got")[0].replace("│", "  ").splitlines()
+    rows = {cells[0]: cells[1:] for line in lines if (cells := re.split("  +", line.strip()))}
+    assert rows["node-1"] == ["1.0 of 64", "5,120.0 of 8,192", "3.0 of 100", "7.0"]
+    assert rows["node-2"] == ["0.0 of 64", "–", "–", "–"]
+    assert rows["all"] == ["1.0 of 128", "5,120.0 of 8,192", "3.0 of 100", "7.0"]
 
 
 def test_the_status_view_fits_a_terminal_of_80_columns_and_names_only_tiers_in_use() -> None:
     text = _rendered(None, width=80)
     assert "…" not in text
-    assert text.count("node-1") == 3, "in each of the tables"
+    assert text.count("node-1") == 4, "in each of the tables"
     titles = text.split("blocks got")[1].splitlines()[2:5]
     assert not any("ssd" in line for line in titles)
     agents = {"node-1": {"hits_ssd_total": 3.0}}

@@ -21,7 +21,7 @@ from kvcast.hostagent.core.cold import (
 )
 from kvcast.hostagent.core.store import Copy, Store
 from kvcast.hostagent.tiers.arena import Allocator
-from kvcast.protocol.messages.wire import BlockId, digest_of
+from kvcast.protocol.messages.wire import BUCKETS, BlockId, bucket_of, digest_of
 
 ARENA = 1 << 20
 PREFIX = f"cluster/{77:016x}/"
@@ -270,6 +270,54 @@ def test_names_that_are_none_of_ours_are_passed_over() -> None:
     assert bench.tier.values()["cold_blocks_known"] == 1
     bench.tier.found("other/", [(f"other/{key}", 9)])
     assert bench.tier.values()["cold_blocks_known"] == 1
+
+
+def test_what_nodes_say_that_they_have_there_adds_up_to_what_is_there() -> None:
+    of_one = frozenset(range(BUCKETS // 2))
+    shares = [of_one, frozenset(range(BUCKETS)) - of_one]
+    here, there = benches = [Bench(), Bench()]
+    there.objects = here.objects
+    for bench, buckets in zip(benches, shares, strict=True):
+        bench.tier.configure({1: 0.0}, {}, buckets)
+        bench.work()
+
+    def told() -> float:
+        return sum(bench.tier.values()["cold_bytes"] for bench in benches)
+
+    for number in range(9):
+        data = bytes(100 + number)
+        key = number << 64 | number  # one of either half's buckets
+        next(
+            bench for bench, buckets in zip(benches, shares, strict=True)
+            if bucket_of(block(key).key) in buckets
+        ).put(key, data)  # fmt: skip
+    for bench in benches:
+        bench.work()
+    assert told() == sum(map(len, here.objects.values())) > 900
+    # What another has stored is known, and counts once; so does what is stored again.
+    listing = here.listed(PREFIX)
+    for bench in benches:
+        bench.tier.found(PREFIX, listing)
+    assert here.tier.values()["cold_blocks_known"] == 9
+    assert told() == sum(map(len, here.objects.values()))
+    for bench, buckets in zip(benches, reversed(shares), strict=True):  # another map
+        bench.tier.configure({1: 0.0}, {}, buckets)
+        bench.work()
+    assert told() == sum(map(len, here.objects.values()))
+    for bench in benches:
+        bench.tier.drop_namespace(1)
+    assert told() == 0
+
+
+def test_what_is_no_more_known_does_not_count() -> None:
+    bench = Bench(ColdRules(max_known=4))
+    bench.tier.configure({1: 0.0}, {}, frozenset(range(BUCKETS)))
+    bench.work()
+    bench.tier.found(PREFIX, [(name(number), 10 + number) for number in range(6)])
+    assert bench.tier.values()["cold_bytes"] == 12 + 13 + 14 + 15
+    bench.tier.drop(block(5))
+    assert bench.read(4) == GONE
+    assert bench.tier.values()["cold_bytes"] == 12 + 13
 
 
 def test_what_waits_and_what_is_known_is_bounded() -> None:

@@ -13,6 +13,10 @@ const MEANING = {
   shared: "by a multicast for several readers", home: "from the home alone",
   bulk: "from the home by bulk transfer", ssd: "from an SSD", cold: "from the object store", missed: "not found",
 };
+const MEMORIES = { dram: "DRAM MiB", arena: "arenas MiB", ssd: "SSD MiB", cold: "cold MiB" };
+const STYLES = { // of states: controller/core/node_report.py
+  dead: "bad", silent: "warn", draining: "warn", drained: "", joining: "warn", alive: "good",
+};
 const MIB = 2 ** 20;
 
 const samples = []; // {at (ms), agents (by node: name -> value)}, oldest first
@@ -249,38 +253,42 @@ function fill(table, head, rows, empty, caption = "") {
 
 const left = (text) => ({ text, style: "words" });
 
-function state(node) {
-  if (!node.alive) return { text: "dead", style: "words bad" };
-  if (!node.connected) return { text: "silent", style: "words warn" };
-  if (node.draining && node.placed) return { text: "draining", style: "words warn" };
-  if (node.draining) return { text: "drained", style: "words" };
-  if (node.joining || !node.programmed) return { text: "joining", style: "words warn" };
-  return { text: "alive", style: "words good" };
-}
+const state = (node) => ({ text: node.state, style: `words ${STYLES[node.state] || ""}` });
 
-function memory(node) {
+// What lies in a node's tier, and how much would; of an object store nobody knows that.
+function memory(tier) {
+  if (!tier) return "–";
+  if (!tier.size_bytes) return mib(tier.used_bytes);
   const holder = element("span"), bar = element("progress");
-  bar.max = node.arena_bytes || 1;
-  bar.value = node.arena_used_bytes;
-  holder.append(bar, ` ${mib(node.arena_used_bytes)} / ${mib(node.arena_bytes)}`);
+  bar.max = tier.size_bytes;
+  bar.value = tier.used_bytes;
+  holder.append(bar, ` ${mib(tier.used_bytes)} / ${mib(tier.size_bytes)}`);
   return holder;
 }
 
+// What a node sends of what its link carries, where that is known.
+const load = (node) => node.link_bits_per_s ? `${count(100 * node.load)} %` : "–";
+
 function nodes(status, before, now) {
   const sorted = [...status.nodes].sort((one, other) => one.switch_port - other.switch_port);
+  const memories = Object.keys(MEMORIES).filter((tier) => sorted.some((node) => node.tiers[tier]));
   fill($("nodes"),
-    [left("node"), "port", left("state"), "buckets", "blocks", "DRAM MiB",
-      ...TIERS, "missed", "p50 ms", "p99 ms", "sent MiB/s"],
+    [left("node"), "port", left("state"), "buckets", "blocks",
+      ...memories.map((tier) => MEMORIES[tier]),
+      ...TIERS, "missed", "p50 ms", "p99 ms", "sent MiB/s", "link"],
     sorted.map((node) => {
       const counters = now.agents[node.node_id] || {};
       return [
         left(node.node_id), node.switch_port, state(node), count(node.buckets), count(node.blocks),
-        memory(node), ...[...TIERS, "missed"].map((tier) => count(hits(tier)(counters))),
+        ...memories.map((tier) => memory(node.tiers[tier])),
+        ...[...TIERS, "missed"].map((tier) => count(hits(tier)(counters))),
         ms(counters, 0.5), ms(counters, 0.99), mib(rate(before, now, node.node_id, sent)),
+        load(node),
       ];
     }),
     "No node has joined yet.",
-    "Blocks got by where they came from, fetch times and DRAM since each agent started.");
+    "Blocks got by where they came from, and fetch times, since each agent started; link: what it " +
+    "sends now, of what its link carries.");
 }
 
 function switchTables(status) {
