@@ -22,7 +22,7 @@ from kvcast.service.commands import (
     command_parser,
     run_command,
 )
-from kvcast.service.values import TextError, whole_number
+from kvcast.service.values import TextError, parse_name, whole_number
 
 if TYPE_CHECKING:
     from kvcast.hostagent.client import AsyncClient
@@ -57,10 +57,12 @@ def block_parser(program: str, description: str, examples: str) -> argparse.Argu
     group = parser.add_argument_group(
         "namespace", "a block is named by its key within (tenant, model, version, layout)"
     )
-    group.add_argument("--tenant", default="cli", help="whose blocks")
-    group.add_argument("--model", default="files", help="which model's blocks")
-    group.add_argument("--model-version", default="1", help="which version of it")
-    group.add_argument("--layout", default="bytes", help="how the bytes are laid out")
+    group.add_argument("--tenant", type=parse_name, default="cli", help="whose blocks")
+    group.add_argument("--model", type=parse_name, default="files", help="which model's blocks")
+    group.add_argument("--model-version", type=parse_name, default="1", help="which version of it")
+    group.add_argument(
+        "--layout", type=parse_name, default="bytes", help="how the bytes are laid out"
+    )
     group.add_argument(
         "--namespace",
         type=whole_number(0, 0xFFFF),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvcast.cli.blocks import connected, socket_parser
 from kvcast.service.commands import CommandError
+from kvcast.service.values import parse_name
 
 if TYPE_CHECKING:
     from kvcast.hostagent.client import AsyncClient
@@ -24,9 +25,12 @@ _LONGEST_NAME = 200
 def folder_parser(program: str, description: str, examples: str) -> argparse.ArgumentParser:
     """A parser with --socket, what names a folder beside --model, --json and --log-level."""
     parser = socket_parser(program, description, examples)
-    parser.add_argument("--tenant", default="models", help="whose (default: %(default)s)")
+    parser.add_argument(
+        "--tenant", type=parse_name, default="models", help="whose (default: %(default)s)"
+    )
     parser.add_argument(
         "--model-version",
+        type=parse_name,
         default="1",
         metavar="V",
         help="which version of it; another version is another namespace (default: %(default)s)",

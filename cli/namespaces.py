@@ -13,8 +13,9 @@ from typing import Any
 
 from kvcast.cli.controller_api import add_api_options, controller_api, run_for_operator
 from kvcast.protocol.messages.control import MEDIA, POLICIES, QUOTA_TIERS, TIERS
+from kvcast.protocol.namespace_names import is_name
 from kvcast.service.commands import EXIT_OK, build_subcommands
-from kvcast.service.values import number, parse_size, whole_number
+from kvcast.service.values import number, parse_name, parse_size, whole_number
 
 _PATH = "/v1/namespaces"
 _NAMES = {
@@ -79,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     listing.add_argument("--json", action="store_true", help="the controller's answer as it is")
     make = command("make", "make a namespace; one that is there keeps what is not said")
     for name, what in _NAMES.items():
-        make.add_argument(name, metavar=name.upper(), help=what)
+        make.add_argument(name, type=parse_name, metavar=name.upper(), help=what)
     change = command("set", "change what is said of a namespace; the rest stays")
     change.add_argument("namespace", type=whole_number(1, 0xFFFF), metavar="NUMBER", help=_NUMBER)
     for one in (make, change):
@@ -208,7 +209,9 @@ async def _run(options: argparse.Namespace) -> int:
 
 def _line(info: dict[str, Any]) -> str:
     """A namespace in one line: what it is, and what differs from nothing said."""
-    parts = " ".join(str(info[name]) for name in _NAMES)
+    names = [str(info[name]) for name in _NAMES]
+    # What an older controller has made may be called otherwise.
+    parts = " ".join(name if is_name(name) else repr(name) for name in names)
     said = []
     for name, value in info["settings"].items():
         if isinstance(value, dict):

@@ -43,15 +43,14 @@ from kvcast.service.options import (
 )
 from kvcast.service.tls import Credentials
 from kvcast.service.tls_options import TlsOptions, credentials_of, refuse_open_addresses
-from kvcast.service.values import TextError, number, parse_node_id, whole_number
+from kvcast.service.values import TextError, number, parse_name, parse_node_id, whole_number
 
 log = logging.getLogger("kvcast.controller")
 
 
 def _tenant(text: str) -> tuple[str, frozenset[str]]:
     name, equals, nodes = text.partition("=")
-    if not 1 <= len(name) <= 256:
-        raise TextError(f"{text!r} is not NAME or NAME=NODE,…")
+    parse_name(name)
     listed = nodes.split(",") if equals else []
     return name, frozenset(parse_node_id(node.strip()) for node in listed)
 

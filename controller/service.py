@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from kvcast.controller.agent_links import AgentLink
 from kvcast.controller.core.membership import DrainError
-from kvcast.controller.core.namespaces import NamespaceError
+from kvcast.controller.core.namespaces import NamespaceError, UnprintableError
 from kvcast.controller.core.pool import Pool, PoolOptions
 from kvcast.controller.core.program import resident_entries
 from kvcast.controller.core.tiers import PinError
@@ -305,7 +305,8 @@ class ControllerService:
             if body.settings is not None:
                 info = self._pool.configure_namespace(info.namespace, body.settings, now)
         except NamespaceError as error:
-            raise HttpError(409, str(error)) from error
+            status = 400 if isinstance(error, UnprintableError) else 409
+            raise HttpError(status, str(error)) from error
         self._keep()
         return info, made
 

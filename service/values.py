@@ -13,6 +13,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Final, TypeVar
 
+from kvcast.protocol.namespace_names import NAME_RULE, is_name
 from kvcast.protocol.node_ids import NODE_ID_RULE, is_node_id
 
 N = TypeVar("N", int, float)
@@ -81,4 +82,11 @@ def parse_node_id(text: str) -> str:
     """A node's name in the pool."""
     if not is_node_id(text):
         raise TextError(f"{text[:80]!r} is no node's name: {NODE_ID_RULE}")
+    return text
+
+
+def parse_name(text: str) -> str:
+    """A tenant, a model, its version, or a layout."""
+    if not is_name(text):
+        raise TextError(f"{text[:80]!r} is no name: {NAME_RULE}")
     return text

@@ -29,6 +29,7 @@ from kvcast.protocol.messages.control import (
     NamespaceSettings,
     number_of,
 )
+from kvcast.protocol.namespace_names import NAME_RULE, is_name
 
 MAX_NAMESPACES = 128
 """Each costs the switch a namespace_guard entry a port."""
@@ -43,6 +44,10 @@ MAX_GROUP_NODES = 31
 
 class NamespaceError(ValueError):
     """The namespace or group cannot be had; the text says why."""
+
+
+class UnprintableError(NamespaceError):
+    """A tenant, model, version or layout cannot be called so (`is_name`)."""
 
 
 class SecretMode(Enum):
@@ -153,7 +158,8 @@ class Namespaces:
         self, tenant: str, model: str, version: str, layout: str, node_id: str | None
     ) -> tuple[NamespaceInfo, bool]:
         """The namespace that stands for these, and whether it had to be made. NamespaceError if
-        it is not for the node that asks; None = an operator does, who may make any."""
+        it is not for the node that asks (None = an operator does, who may make any);
+        UnprintableError if it would have to be made, and one of these is no name."""
         nodes = self.rules.tenants.get(tenant)
         if self.rules.tenants and nodes is None:
             raise NamespaceError(f"there is no tenant {tenant[:80]!r}")
@@ -165,6 +171,9 @@ class Namespaces:
                 return info, False
         if node_id is not None and nodes and node_id not in nodes:
             raise NamespaceError(f"tenant {tenant[:80]!r} is not for {node_id}")
+        for what, name in zip(("tenant", "model", "version", "layout"), wanted, strict=True):
+            if not is_name(name):
+                raise UnprintableError(f"{what} {name[:80]!r} is no name: {NAME_RULE}")
         if len(self.by_number) >= MAX_NAMESPACES:
             raise NamespaceError(f"all {MAX_NAMESPACES} namespaces are taken")
         number = number_of(*wanted)

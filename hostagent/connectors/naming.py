@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvcast.protocol.messages.wire import KEY_BYTES
+from kvcast.protocol.namespace_names import MAX_NAME_CHARS
 
 LAYOUT_VERSION: Final = 1
 """Raised whenever the connector puts an engine's bytes into blocks in another way."""
 MAX_GROUPS: Final = 1 << 16
 _GROUP_SHIFT: Final = 8 * (KEY_BYTES - 2)
-_TEXT_CHARS: Final = 256
-"""The longest text in a namespace's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +82,9 @@ def namespace_name(
 
 def _short(text: str) -> str:
     """A text that the controller takes; one that is too long ends in its hash."""
-    if len(text) <= _TEXT_CHARS:
+    if len(text) <= MAX_NAME_CHARS:
         return text
-    return text[: _TEXT_CHARS - 33] + "#" + hashlib.sha256(text.encode()).hexdigest()[:32]
+    return text[: MAX_NAME_CHARS - 33] + "#" + hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def places_of(

@@ -105,6 +105,29 @@ def test_what_is_said_of_a_namespace_is_shown_to_the_last_digit() -> None:
     assert line == "    7  t m 1 l  bytes_per_s=1048577 ttl_s=0.5"
 
 
+def test_what_is_no_name_and_was_made_one_before_is_shown_in_one_line() -> None:
+    names = {"tenant": "", "model": "a\nb", "version": "1", "layout": "64 KiB"}
+    line = namespaces._line({"namespace": 7, **names, "settings": {}})
+    assert line == "    7  '' 'a\\nb' 1 64 KiB"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["namespace", "make", "", "m", "1", "l"],
+        ["namespace", "make", "t", "m", "1", "a\nb"],
+        ["put", "--socket", "/no/such.sock", "--tenant", "a\tb", "-"],
+        ["load", "--socket", "/no/such.sock", "--model", "/tmp", "--model-version", ""],
+    ],
+)
+def test_what_is_no_name_is_wrong_usage(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main.main(words)
+    assert "is no name: 1 to 256 printable characters" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["make", "set", "delete"])
 def test_what_a_namespace_command_wants_is_explained(
     command: str, capsys: pytest.CaptureFixture[str]

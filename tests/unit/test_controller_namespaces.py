@@ -10,12 +10,24 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from kvcast.controller.core.namespaces import MAX_DELETED, NamespaceError, Namespaces
+from kvcast.controller.core.namespaces import (
+    MAX_DELETED,
+    NamespaceError,
+    Namespaces,
+    UnprintableError,
+)
 from kvcast.controller.core.pool import SavedState
 from kvcast.controller.store import Store
 from kvcast.controller.switch.control_loop import StoreError
 from kvcast.protocol.messages.bulk import meaning_of
-from kvcast.protocol.messages.control import NamespaceSettings, PoolMap
+from kvcast.protocol.messages.control import (
+    NamespaceInfo,
+    NamespaceReply,
+    NamespaceRequest,
+    NamespaceSettings,
+    PoolMap,
+    Refused,
+)
 from kvcast.protocol.messages.wire import BlockId
 from test_controller_pool import Driver, admit, key
 
@@ -151,6 +163,44 @@ def test_deleted_namespaces_are_remembered_up_to_a_bound() -> None:
         namespaces.delete(info.namespace)
         assert len(namespaces.deleted) <= MAX_DELETED
     assert len(namespaces.deleted) == MAX_DELETED
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_what_cannot_be_in_a_line_of_text_names_no_namespace(place: int) -> None:
+    namespaces = Namespaces()
+    for wrong in ("", "a\nb", "a\x1b[2J", "a\u2028b", "x" * 257):
+        parts = ["t", "m", "1", "l"]
+        parts[place] = wrong
+        with pytest.raises(UnprintableError, match="is no name: 1 to 256 printable characters"):
+            namespaces.namespace(*parts, None)
+    assert not namespaces.by_number
+    parts = ["t", "m", "1", "l"]
+    parts[place] = "Jürgens Modell, 模型 " + "x" * 236
+    assert namespaces.namespace(*parts, None)[1]
+
+
+def test_a_node_that_asks_for_what_is_no_name_is_refused_and_stays() -> None:
+    driver = Driver()
+    driver.join(1)
+    driver.say(1, NamespaceRequest(7, tenant="a\nb", model="m", version="1", layout="l"))
+    (refused,) = driver.take(1, Refused)
+    assert refused.request == 7
+    assert refused.reason.startswith("tenant 'a\\nb' is no name")
+    assert driver.namespace()
+
+
+def test_names_that_an_older_controller_took_are_kept_and_found(tmp_path: Path) -> None:
+    old = NamespaceInfo(7, "", "a\nb", "1", "l")
+    store = Store(tmp_path / "state")
+    store.save(SavedState(namespaces=(old,)))
+    store.close()
+    store = Store(tmp_path / "state")
+    driver = Driver(saved=store.load())
+    store.close()
+    driver.join(1)
+    driver.say(1, NamespaceRequest(7, tenant="", model="a\nb", version="1", layout="l"))
+    driver.round()
+    assert driver.take(1, NamespaceReply)[-1].info == old
 
 
 def test_an_empty_file_has_nothing_deleted(tmp_path: Path) -> None:

@@ -62,6 +62,16 @@ async def test_what_an_operator_is_told_outlives_the_controller_at_once(tmp_path
     assert state.deleted == (gone.namespace,)
 
 
+async def test_a_namespace_of_no_name_is_the_askers_fault(tmp_path: Path) -> None:
+    store = Store(tmp_path / "state.sqlite")
+    service = service_of(store)
+    with pytest.raises(HttpError, match=r"tenant '' is no name") as failed:
+        service.make_namespace(NamespaceBody("", "model", "1", "layout"))
+    assert failed.value.status == 400
+    assert not service.namespaces()
+    store.close()
+
+
 async def test_what_cannot_be_saved_is_said(tmp_path: Path) -> None:
     store = Store(tmp_path / "state.sqlite")
     service = service_of(store)

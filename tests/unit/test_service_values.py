@@ -9,6 +9,7 @@ from kvcast.service.values import (
     TextError,
     format_size,
     number,
+    parse_name,
     parse_node_id,
     parse_size,
     whole_number,
@@ -93,3 +94,11 @@ def test_what_is_no_nodes_name_is_refused(text: str) -> None:
 def test_an_error_serves_argparse_and_everybody_else() -> None:
     assert issubclass(TextError, ValueError)
     assert issubclass(TextError, argparse.ArgumentTypeError)
+
+
+def test_a_namespaces_name_is_what_can_be_in_a_line_of_text() -> None:
+    for text in ("m", "meta-llama/Llama-3.1-8B", "64 KiB", "模型", '{"dtype":"bf16"}', "x" * 256):
+        assert parse_name(text) == text
+    for text in ("", "\n", "a\rb", "\x7f", "\u2029", "\udc80", "x" * 257):
+        with pytest.raises(TextError, match="is no name: 1 to 256 printable characters"):
+            parse_name(text)
