@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from kvcast.cli.blocks import run_block_command
-from kvcast.cli.controller_api import add_controller_options, check_api_options, controller_api
+from kvcast.cli.controller_api import (
+    ControllerApi,
+    add_controller_options,
+    check_api_options,
+    controller_api,
+)
 from kvcast.cli.folders import bar, connected_to_folder, folder_parser, named
 from kvcast.hostagent.models.loading import Loader, most_room, sources
 from kvcast.hostagent.models.manifest import DEFAULT_BLOCK_BYTES, MIN_BLOCK_BYTES
 from kvcast.protocol.messages.wire import MAX_BLOCK_BYTES
-from kvcast.service.commands import EXIT_OK
+from kvcast.service.commands import EXIT_OK, CommandError
 from kvcast.service.values import TextError, format_size, parse_size
 
+_NAMESPACES = "/v1/namespaces"
 _EXAMPLES = """\
 examples:
   kvcast load --socket /run/kvcast/agent.sock --model /models/llama-8b
@@ -51,7 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--assure",
         action="store_true",
         help="let no other namespace's blocks take the folder's room in DRAM, on any node, until"
-        " kvcast namespace set NUMBER --assured dram=0, or delete NUMBER",
+        " kvcast namespace set NUMBER --assured dram=0, or delete NUMBER; if the load fails, all is"
+        " as it was",
     )
     add_controller_options(assuring)
     return parser
@@ -79,14 +88,14 @@ async def _load(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     found = sources(options.model)
     total = sum(source.size_bytes for source in found)
     async with connected_to_folder(options, name, makes=True) as (client, namespace):
-        if options.assure:  # first: else what others put meanwhile may displace what is there
+        assuring: contextlib.AbstractAsyncContextManager[None] = contextlib.nullcontext()
+        if options.assure:
             room_bytes = most_room(found, options.block_size)
-            settings = {"assured_bytes": {"dram": room_bytes}}
-            body = {"namespace": namespace, "settings": settings}
-            await controller_api(options)("PATCH", "/v1/namespaces", body)
-        with bar(f"loading {name}", total, quiet=options.json) as advance:
-            loader = Loader(client, namespace, options.block_size)
-            loaded = await loader.load(found, name, options.model_version, advance)
+            assuring = _assured(controller_api(options), namespace, room_bytes)
+        async with assuring:  # first: else what others put meanwhile may displace what is there
+            with bar(f"loading {name}", total, quiet=options.json) as advance:
+                loader = Loader(client, namespace, options.block_size)
+                loaded = await loader.load(found, name, options.model_version, advance)
     if options.json:
         print(json.dumps(vars(loaded) | {"name": name, "namespace": namespace}))
     else:
@@ -96,3 +105,32 @@ async def _load(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
             f"{f', assured as namespace {namespace}' if options.assure else ''}\n{loaded.identity}"
         )
     return EXIT_OK
+
+
+@contextlib.asynccontextmanager
+async def _assured(api: ControllerApi, namespace: int, room_bytes: int) -> AsyncIterator[None]:
+    """Have a namespace assured of so much DRAM, if it is not of that or more; where what is done
+    within fails or is interrupted, of what it was before."""
+
+    async def assure(shares: dict[str, int]) -> None:
+        settings = {"assured_bytes": shares}
+        await api("PATCH", _NAMESPACES, {"namespace": namespace, "settings": settings})
+
+    known = (await api("GET", _NAMESPACES))["namespaces"]
+    shares = (i["settings"]["assured_bytes"] for i in known if i["namespace"] == namespace)
+    before: dict[str, int] = next(shares, {})
+    if before.get("dram", 0) >= room_bytes:
+        yield
+        return
+    is_assured = False
+    try:
+        await assure({**before, "dram": room_bytes})
+        is_assured = True
+        yield
+    except BaseException:  # an interrupt, too, even of the question itself
+        try:
+            await assure(before)
+        except CommandError as error:
+            if is_assured:
+                sys.stderr.write(f"namespace {namespace} stays assured of the room: {error}\n")
+        raise

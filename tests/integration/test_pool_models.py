@@ -256,6 +256,37 @@ async def test_a_folder_that_is_assured_of_room_stays_whatever_else_is_put(
             assert _read(tmp_path / "copy") == _read(tmp_path / "m")
 
 
+async def test_a_folder_that_is_refused_is_assured_of_nothing(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    _write(tmp_path / "m")
+    async with running_pool(tmp_path / "pool", 1, replicas=0) as (pool, _):
+        http = ["--http", format_host_port(pool.network.http_address)]
+        load = ["load", "--socket", pool.sockets["node-1"], "--model", str(tmp_path / "m")]
+        assert (await kvcast(*load, *BLOCKS))[0] == 0
+
+        async def shares() -> dict[str, int]:
+            _, out, _ = await kvcast("namespace", "list", *http, "--json")
+            (info,) = json.loads(out)["namespaces"]
+            return dict(info["settings"]["assured_bytes"])
+
+        code, _, error = await kvcast(*load, "--assure", *http)
+        assert code == 1
+        assert "holds another" in error
+        assert await shares() == {}
+        (info,) = json.loads((await kvcast("namespace", "list", *http, "--json"))[1])["namespaces"]
+        assured = ["--assured", "dram=64KiB", "--assured", "ssd=1MiB"]
+        await kvcast("namespace", "set", str(info["namespace"]), *http, *assured)
+        before = await shares()
+        assert (await kvcast(*load, "--assure", *http))[0] == 1
+        assert await shares() == before == {"dram": 64 << 10, "ssd": 1 << 20}
+        assert (await kvcast(*load, *BLOCKS, "--assure", *http))[0] == 0
+        after = await shares()
+        assert after["dram"] >= sum(SIZES.values())
+        assert after["ssd"] == 1 << 20
+        assert (await kvcast(*load, "--assure", *http))[0] == 1
+        assert await shares() == after
+
+
 async def test_only_an_operator_has_a_folder_assured_of_room(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     _write(tmp_path / "m")

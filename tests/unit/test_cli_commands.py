@@ -22,9 +22,10 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
-from kvcast.cli import drain, fsck, get, main, namespaces, shell, status
+from kvcast.cli import drain, fsck, get, load, main, namespaces, shell, status
 from kvcast.cli.blocks import key_from
 from kvcast.controller.core import node_report
 from kvcast.hostagent.core.metrics import FETCH_BOUNDS_S, Histogram
@@ -233,6 +234,37 @@ def test_draining_says_what_waits_and_fails_where_something_is_left(
     ended = drain.main(["node-1", "--timeout", "0.01"])
     assert ended == (1 if placed or failed else 0)
     assert capsys.readouterr().err.splitlines()[0] == said
+
+
+@pytest.mark.parametrize("end", [asyncio.CancelledError, CommandError])
+async def test_a_load_that_ends_early_leaves_its_namespace_assured_of_what_it_was(
+    end: type[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shares, is_gone = {"dram": 5, "ssd": 9}, False
+
+    async def ask(method: str, _path: str, body: Any = None) -> dict[str, Any]:
+        nonlocal shares
+        if is_gone:
+            raise CommandError("no controller answers")
+        if method == "PATCH":
+            assert body["namespace"] == 7
+            shares = body["settings"]["assured_bytes"]
+        return {"namespaces": [{"namespace": 7, "settings": {"assured_bytes": shares}}]}
+
+    async def fails(*, controller_goes: bool) -> None:
+        nonlocal is_gone
+        async with load._assured(ask, 7, 100):
+            assert shares == {"dram": 100, "ssd": 9}
+            is_gone = controller_goes
+            raise end
+
+    with pytest.raises(end):
+        await fails(controller_goes=False)
+    assert shares == {"dram": 5, "ssd": 9}
+    with pytest.raises(end):
+        await fails(controller_goes=True)
+    said = "namespace 7 stays assured of the room: no controller answers\n"
+    assert capsys.readouterr().err == said
 
 
 def test_debug_shows_the_traceback_that_is_otherwise_hidden() -> None:
