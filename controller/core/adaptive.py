@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from kvcast.protocol.links.backoff import Backoff
 from kvcast.protocol.messages.control import NamespaceReads, NamespaceSettings
 
 Thing = Literal["gathering", "residence"]
@@ -73,9 +74,10 @@ class _Share:
 class _Choice:
     """Whether one thing of one namespace is on, and why."""
 
+    since: float
+    rests: Backoff
+    """How long it stays off before a trial."""
     on: bool = True
-    since: float = 0.0
-    rest_s: float = 0.0
     why: str = "not judged yet"
     pays: _Share = field(default_factory=_Share)
     hint: _Share = field(default_factory=_Share)
@@ -87,17 +89,16 @@ class _Choice:
             return False
         said = f"{share:.1%} of reads"
         if share >= options.high:
-            self.rest_s = options.rest_s
+            self.rests.worked()
             self.why = f"it pays: {said}"
         if self.on and share < options.low and now - self.since >= options.dwell_s:
-            self.rest_s = max(self.rest_s, options.rest_s)
             return self._turn(now, f"it does not pay: {said}")
         if self.on:
             return False
         if share >= options.high:
             return self._turn(now, f"it would pay: {said} as it is")
-        if self.hint.share >= options.hint and now - self.since >= self.rest_s:
-            self.rest_s = min(2 * self.rest_s, options.longest_rest_s)
+        if self.hint.share >= options.hint and now - self.since >= self.rests.pause_s:
+            self.rests.next_pause_s()
             return self._turn(now, f"a trial: it might pay {self.hint.share:.1%} of reads")
         return False
 
@@ -168,10 +169,11 @@ class Adaptive:
     def _of(self, namespace: int, now: float) -> _Namespace:
         found = self._namespaces.get(namespace)
         if found is None:
-            rest_s = self.options.rest_s
-            found = self._namespaces[namespace] = _Namespace(
-                _Choice(since=now, rest_s=rest_s), _Choice(since=now, rest_s=rest_s)
-            )
+            new = [
+                _Choice(now, Backoff(self.options.rest_s, self.options.longest_rest_s))
+                for _ in THINGS
+            ]
+            found = self._namespaces[namespace] = _Namespace(*new)
         return found
 
     # --- what follows -----------------------------------------------------------------------

@@ -31,6 +31,7 @@ from kvcast.controller.core.ghosts import Ghosts
 from kvcast.controller.core.requests import DESCRIBE_BATCH, OpenRequests, Outgoing
 from kvcast.controller.core.residency import Residency, Resident
 from kvcast.protocol.bounded_map import BoundedMap
+from kvcast.protocol.links.backoff import pause_after
 from kvcast.protocol.messages.control import (
     BlockRef,
     Credit,
@@ -144,9 +145,9 @@ class Tiers:
         self._refreshed_at = 0.0
         self._refresh_wanted = False
         self._last_refusal: dict[BlockId, str] = {}
-        self._barred = BoundedMap[BlockId, tuple[float, float]](MAX_BARRED)
-        """Blocks that came wrong from the switch: until when they stay out of it, and for how
-        long that was."""
+        self._barred = BoundedMap[BlockId, tuple[float, int]](MAX_BARRED)
+        """Blocks that came wrong from the switch: until when they stay out of it, and how often
+        they came wrong of late."""
 
     # --- what is heard ----------------------------------------------------------------------
 
@@ -229,11 +230,10 @@ class Tiers:
         if resident is None or resident.digest != digest:
             return
         self.counts["residents_wrong"] += 1
-        until, bar_s = self._barred.get(block, (now, 0.0))
-        if now - until > WRONGEST_BAR_S:
-            bar_s = 0.0  # that was long ago
-        bar_s = min(max(2 * bar_s, WRONG_BAR_S), WRONGEST_BAR_S)
-        self._barred[block] = now + bar_s, bar_s
+        until, times = self._barred.get(block, (now, 0))
+        times = 1 if now - until > WRONGEST_BAR_S else times + 1  # or that was long ago
+        bar_s = pause_after(times, WRONG_BAR_S, WRONGEST_BAR_S)
+        self._barred[block] = now + bar_s, times
         self._evict(resident, f"a reader got it wrong from here: out for {bar_s:g} s", now)
 
     def found_in_use(

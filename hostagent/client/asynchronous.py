@@ -12,11 +12,12 @@ import functools
 import socket
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from kvcast.hostagent.client.blocking import RETRY_S, has_ended
+from kvcast.hostagent.client.blocking import has_ended
 from kvcast.hostagent.client.conversation import (
     READ_BYTES,
+    RECONNECT_S,
     Arrived,
     Ask,
     Call,
@@ -24,14 +25,8 @@ from kvcast.hostagent.client.conversation import (
     Prefix,
 )
 from kvcast.hostagent.client.errors import AgentGoneError, KvcastError
-from kvcast.protocol.links.backoff import Backoff
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.questions import COURIER_BYTES
-
-RECONNECT_S: Final = 60.0
-"""How long an agent that comes after is waited for, where calls have no shorter deadline."""
-MAX_RETRY_S: Final = 0.25
-"""Between two attempts to connect to it, at last; at first it is `RETRY_S`."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -237,7 +232,7 @@ class AsyncClient:
         while self._courier is not None and self._courier_readable():
             pass  # what the agent still said: a put may have been done, which is done once
         self._leave_courier()
-        backoff = Backoff(RETRY_S, MAX_RETRY_S)
+        pauses = self._conversation.pauses()
         old = self._writer  # open meanwhile: by its end the agent would know that we are gone
         while True:
             left_s = end - loop.time()
@@ -247,7 +242,7 @@ class AsyncClient:
                 await self._shake_hands(self._conversation.hello_again(), left_s)
             except (OSError, AgentGoneError) as error:
                 why = f"the agent does not come back: {error}"
-                await asyncio.sleep(backoff.next_pause_s())
+                await asyncio.sleep(pauses.next_pause_s())
             else:
                 break
         old.close()

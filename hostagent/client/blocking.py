@@ -30,8 +30,6 @@ from kvcast.protocol.messages.questions import COURIER_BYTES
 
 _NOBODYS: Final = 0
 """A number that no request has."""
-RETRY_S: Final = 0.005
-"""Between two attempts to connect to the agent that comes after."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -171,6 +169,7 @@ class Client:
         self._leave_courier()
         while self._replies:
             self._conversation.forget(self._replies.popleft())
+        pauses = self._conversation.pauses()
         # The old connection stays open meanwhile: by its end the agent would know that we are gone.
         with self._socket:
             while True:
@@ -183,7 +182,7 @@ class Client:
                 except (OSError, AgentGoneError) as error:
                     fresh.close()
                     why = error
-                    time.sleep(min(RETRY_S, max(left_s, 0.0)))
+                    time.sleep(min(pauses.next_pause_s(), left_s))
                 except BaseException:
                     fresh.close()
                     raise

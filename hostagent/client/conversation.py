@@ -34,6 +34,7 @@ from kvcast.hostagent.client.errors import (
     PutError,
 )
 from kvcast.hostagent.client.local_blocks import LocalBlocks, map_shared
+from kvcast.protocol.links.backoff import Backoff
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.framing import FramingError, MessageCodec
@@ -83,6 +84,11 @@ MOST_PASSES: Final = 64
 SMALL_BYTES: Final = 256 * 1024
 """Blocks up to this size may wait for others before the agent hears that they were released: a
 message of its own costs more than their room."""
+RECONNECT_S: Final = 60.0
+"""How long an agent that comes after is waited for, where calls have no shorter deadline."""
+RETRY_S: Final = 0.005
+MAX_RETRY_S: Final = 0.25
+"""Between two attempts to connect to it: at first, and at most."""
 _MAX_NAME_CHARS: Final = 256
 
 
@@ -184,6 +190,11 @@ class Conversation:
     def may_resume(self) -> bool:
         """Whether an agent may come after the one that is gone: worth to connect anew for."""
         return bool(self._token) and not self._forked
+
+    @staticmethod
+    def pauses() -> Backoff:
+        """How long a driver waits between two attempts to connect anew."""
+        return Backoff(RETRY_S, MAX_RETRY_S)
 
     def hello_again(self) -> bytes:
         """What to send first on a connection that is made anew; `welcomed` hears the answer. Before

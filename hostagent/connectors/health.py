@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvcast.protocol.links.backoff import Backoff
+from kvcast.protocol.links.backoff import Pauses
 
 FAILURES: Final = 3
 """In a row; single failures are the weather."""
@@ -24,8 +24,7 @@ class Health:
 
     def __init__(self) -> None:
         self._failures = 0
-        self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-        self._left_alone_until = 0.0
+        self._pauses = Pauses(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self._probed_until = 0.0
 
     def may_ask(self, now: float) -> bool:
@@ -33,9 +32,9 @@ class Health:
         or has had its time."""
         if self.well:
             return True
-        if now < self._left_alone_until or now < self._probed_until:
+        if not self._pauses.may_try(now) or now < self._probed_until:
             return False
-        self._probed_until = now + self._backoff.pause_s
+        self._probed_until = now + self._pauses.pause_s
         return True
 
     @property
@@ -46,13 +45,12 @@ class Health:
     def succeeded(self) -> None:
         """The pool answered, whatever it said."""
         self._failures = 0
-        self._backoff.worked()
+        self._pauses.worked()
 
     def failed(self, now: float) -> None:
         """The pool did not answer in time, or cannot be reached. News of what was asked before a
         pause makes it no longer."""
         self._failures += 1
-        if self.well or now < self._left_alone_until:
-            return
-        self._left_alone_until = now + self._backoff.next_pause_s()
-        self._probed_until = 0.0
+        if not self.well and self._pauses.may_try(now):
+            self._pauses.failed(now)
+            self._probed_until = 0.0

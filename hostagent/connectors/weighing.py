@@ -28,6 +28,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvcast.protocol.links.backoff import Pauses
+
 MARGIN: Final = 0.15
 """By how much of computing it all loading must be better to be taken up again, and computing for a
 load to be cut short."""
@@ -267,8 +269,7 @@ class Weighing:
         self._silent_s = 0.0
         self.loads = True
         """Whether loading was found to be worth it when that was last looked at."""
-        self._probe_at = 0.0
-        self._probe_s = PROBE_S
+        self._probes = Pauses(PROBE_S, PROBE_MOST_S)
 
     # --- what is seen ---------------------------------------------------------------------------
 
@@ -347,17 +348,17 @@ class Weighing:
             return Verdict(blocks, "unmeasured")
         verdict = self._weighed(blocks, wait, busy_tokens)
         if verdict.blocks or self.loads:
-            self._probe_at, self._probe_s = now + PROBE_S, 2 * PROBE_S
+            self._probes.worked()
+            self._probes.failed(now)
         self.loads = verdict.blocks > 0
         if self.loads:
             room = max(0, int((left_s - self._latency_s) / self.load_block_s) - wait)
             if room < verdict.blocks:
                 return Verdict(0 if self._whole else room, "deadline")
             return verdict
-        if now < self._probe_at or wait:
+        if wait or not self._probes.may_try(now):
             return verdict
-        self._probe_at = now + self._probe_s
-        self._probe_s = min(2 * self._probe_s, PROBE_MOST_S)
+        self._probes.failed(now)
         return Verdict(blocks if self._whole else min(blocks, PROBE_BLOCKS), "probe")
 
     def _weighed(self, blocks: int, wait: int, busy_tokens: int) -> Verdict:

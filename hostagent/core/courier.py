@@ -21,7 +21,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -46,7 +46,7 @@ from kvcast.protocol.conveyor import (
     Taker,
 )
 from kvcast.protocol.courier import NOBODY, RECORD, Told
-from kvcast.protocol.links.backoff import Backoff, pause_after
+from kvcast.protocol.links.backoff import Pauses, pause_after
 from kvcast.protocol.messages.questions import ANSWER, FIRST_HANDLE, MAX_MANY
 from kvcast.protocol.messages.wire import (
     BUCKETS,
@@ -223,16 +223,6 @@ class _Sizes:
     """What the landing places take."""
 
 
-@dataclass(slots=True)
-class Pause:
-    """A node that had better not be asked for a conveyor."""
-
-    backoff: Backoff = field(
-        default_factory=lambda: Backoff(CONVEYOR_PAUSE_S, CONVEYOR_PAUSE_MAX_S)
-    )
-    until: float = -inf
-
-
 class _Seen(NamedTuple):
     """What homes and READs were made for."""
 
@@ -317,7 +307,8 @@ class Courier:
         self._pending: dict[int, bytearray] = {}
         """By conveyor, what has come of a header (without sockets)."""
         self.pushes: PutsByQuestion | None = None
-        self._pauses: BoundedMap[int, Pause] = BoundedMap(NODES)
+        self._pauses: BoundedMap[int, Pauses] = BoundedMap(NODES)
+        """Of nodes that had better not be asked for a conveyor."""
         """By node, where a conveyor was not to be had."""
         mine = self._courier
         mine.table = requester.placement.address
@@ -535,8 +526,8 @@ class Courier:
         self._courier.wished = 0
         if not wished or not self.takes_conveyors:
             return None
-        pause = self._pauses.get(wished - 1)
-        return None if pause is not None and pause.until > now else wished - 1
+        pauses = self._pauses.get(wished - 1)
+        return wished - 1 if pauses is None or pauses.may_try(now) else None
 
     def conveyor_stands(self, node: int) -> int | None:
         """There is a conveyor from that node; its number, None where there is no room for it."""
@@ -556,8 +547,8 @@ class Courier:
 
     def conveyor_failed(self, now: float, node: int) -> None:
         """There is none from that node; it is asked again after a while."""
-        pause = self._pauses.setdefault(node, Pause())
-        pause.until = now + pause.backoff.next_pause_s()
+        pauses = self._pauses.setdefault(node, Pauses(CONVEYOR_PAUSE_S, CONVEYOR_PAUSE_MAX_S))
+        pauses.failed(now)
 
     def conveyor_gone(self, now: float, number: int) -> None:
         """A conveyor is closed: what it was to bring is asked of the agent."""

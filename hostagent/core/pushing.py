@@ -19,11 +19,12 @@ from typing import Any, Final, NamedTuple
 
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.courier import (
+    CONVEYOR_PAUSE_MAX_S,
+    CONVEYOR_PAUSE_S,
     MAX_CLIENTS,
     SILENCE_S,
     Courier,
     Holder,
-    Pause,
 )
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.pool import Pool
@@ -36,6 +37,7 @@ from kvcast.native.subset import ctypes_of
 from kvcast.protocol import pushing
 from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.protocol.courier import MOST_HOMES, RECORD, RECORDS
+from kvcast.protocol.links.backoff import Pauses
 from kvcast.protocol.messages.questions import ACKS
 from kvcast.protocol.messages.wire import BUCKETS, BlockId, digest_of
 from kvcast.protocol.placement import address_of_buffer
@@ -117,7 +119,7 @@ class Pushes:
         self._unused = list(range(pushing.ROOMS))
         """and the numbers that are left."""
         self._holders: dict[int, Holder] = {}
-        self._pauses: BoundedMap[int, Pause] = BoundedMap(NODES)
+        self._pauses: BoundedMap[int, Pauses] = BoundedMap(NODES)
         self._pending: dict[int, bytearray] = {}
         """By receiver, what has come of a header, or of a digest (without sockets)."""
         self._bytes: dict[int, bytearray] = {}
@@ -345,8 +347,8 @@ class Pushes:
         self.native.wished = 0
         if not wished or not self.connects:
             return None
-        pause = self._pauses.get(wished - 1)
-        return None if pause is not None and pause.until > now else wished - 1
+        pauses = self._pauses.get(wished - 1)
+        return wished - 1 if pauses is None or pauses.may_try(now) else None
 
     def pusher_stands(self, node: int) -> int | None:
         """There is a connection to that node; its number, None where there is no room for it."""
@@ -360,8 +362,8 @@ class Pushes:
 
     def pusher_failed(self, now: float, node: int) -> None:
         """There is none to that node; it is asked again after a while."""
-        pause = self._pauses.setdefault(node, Pause())
-        pause.until = now + pause.backoff.next_pause_s()
+        pauses = self._pauses.setdefault(node, Pauses(CONVEYOR_PAUSE_S, CONVEYOR_PAUSE_MAX_S))
+        pauses.failed(now)
 
     def pusher_gone(self, now: float, number: int) -> None:
         """A connection is closed: what went on it is the agent's."""

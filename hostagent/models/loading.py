@@ -30,6 +30,7 @@ from kvcast.hostagent.models.manifest import (
     manifest_key,
     parts_of,
 )
+from kvcast.protocol.links.backoff import pause_after
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.wire import KEY_BYTES
 
@@ -43,6 +44,9 @@ _NAMED_BYTES: Final = 64
 """Of the manifest, for each file, besides its path and keys."""
 BUSY_TRIES: Final = 50
 BUSY_WAIT_S: Final = 0.1
+BUSY_WAIT_MAX_S: Final = 1.0
+"""How often a block is put that the pool does not take yet, and how long is waited before it is put
+again: at first, and at most."""
 SETTLE_S: Final = 1.0
 """Before what was displaced is put again: for disks, to take what is in DRAM only."""
 _LOOK_AT: Final = 1024
@@ -183,7 +187,7 @@ class Loader:
             progress(len(view))
 
     async def _put_block(self, key: bytes, view: memoryview) -> None:
-        for tries in range(BUSY_TRIES):
+        for failures in range(1, BUSY_TRIES + 1):
             try:
                 await self._client.put(self._namespace, {key: view})
                 return
@@ -193,7 +197,7 @@ class Loader:
                 status = error.status
             if status not in (local.BUSY, local.NO_ROOM, local.UNAVAILABLE):
                 break
-            await asyncio.sleep(BUSY_WAIT_S * min(tries + 1, 10))
+            await asyncio.sleep(pause_after(failures, BUSY_WAIT_S, BUSY_WAIT_MAX_S))
         raise LoadError(f"the pool does not take a block of {len(view)} bytes: {status}")
 
     async def _put_displaced(self, blocks: list[tuple[Source, int]], size_bytes: int) -> None:

@@ -1,11 +1,13 @@
 """How long to wait before something that failed is tried again.
 
-Owns: the pause's growth and jitter. Must not know: what is tried, or the clock.
+Owns: the pause's growth and jitter, and when it is over. Must not know: what is tried, or the
+clock.
 """
 
 from __future__ import annotations
 
 import random
+from math import inf
 
 _MOST_DOUBLINGS = 64
 
@@ -44,3 +46,24 @@ class Backoff:
     def hopeless(self) -> None:
         """Trying again soon would not help: go on with the longest pause."""
         self._pause_s = self._max_s
+
+
+class Pauses(Backoff):
+    """Such pauses, and until when the present one lasts."""
+
+    def __init__(self, min_s: float, max_s: float, rng: random.Random | None = None) -> None:
+        super().__init__(min_s, max_s, rng)
+        self._until = -inf
+
+    def may_try(self, now: float) -> bool:
+        """Whether no pause lasts; asking this counts nothing."""
+        return now >= self._until
+
+    def failed(self, now: float) -> None:
+        """It failed: a pause begins, longer than the one before."""
+        self._until = now + self.next_pause_s()
+
+    def worked(self) -> None:
+        """It went well: no pause lasts any more, and the next is the shortest again."""
+        super().worked()
+        self._until = -inf

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Final
 
-from kvcast.protocol.links.backoff import Backoff
+from kvcast.protocol.links.backoff import Pauses
 from kvcast.protocol.links.rdma import RdmaOptions
 
 NEAR: Final = 10
@@ -49,20 +48,15 @@ class LinkCard:
     counters: CardCounters = field(default_factory=CardCounters)
 
 
-@dataclass(slots=True)
-class _Trouble:
-    pauses: Backoff
-    until: float = -inf
-    told: bool = False
-
-
 class CardsToPeer:
     """The cards that there are towards one node."""
 
     def __init__(self, cards: Sequence[LinkCard], options: RdmaOptions) -> None:
         self._cards = cards
         self._options = options
-        self._troubles: dict[LinkCard, _Trouble] = {}
+        self._troubles: dict[LinkCard, Pauses] = {}
+        self._told: set[LinkCard] = set()
+        """Those of them whose trouble was news."""
 
     def usable(self, now: float) -> list[LinkCard]:
         """The nearest of those that work."""
@@ -71,8 +65,8 @@ class CardsToPeer:
         return [card for card in works if card.distance == nearest]
 
     def _rested(self, now: float, card: LinkCard) -> bool:
-        trouble = self._troubles.get(card)
-        return trouble is None or now >= trouble.until
+        pauses = self._troubles.get(card)
+        return pauses is None or pauses.may_try(now)
 
     def on_trial(self, card: LinkCard) -> bool:
         """Whether it is tried again after a failure: with one call."""
@@ -82,19 +76,21 @@ class CardsToPeer:
         """Something failed by this card; whether that is to be told, which the card does itself
         where it knows of a problem."""
         if card not in self._troubles:
-            pauses = Backoff(self._options.retry_s, self._options.retry_max_s)
-            self._troubles[card] = _Trouble(pauses)
-        trouble = self._troubles[card]
-        trouble.until = now + trouble.pauses.next_pause_s()
-        is_news = not trouble.told and not card.problem
-        trouble.told = trouble.told or is_news
+            self._troubles[card] = Pauses(self._options.retry_s, self._options.retry_max_s)
+        self._troubles[card].failed(now)
+        is_news = card not in self._told and not card.problem
+        if is_news:
+            self._told.add(card)
         return is_news
 
     def worked(self, card: LinkCard) -> bool:
         """Something was done by it; whether that is to be told."""
-        trouble = self._troubles.pop(card, None)
-        return trouble is not None and trouble.told
+        was_told = card in self._told
+        self._troubles.pop(card, None)
+        self._told.discard(card)
+        return was_told
 
     def forget(self) -> None:
         """Let all be tried when the node is tried again."""
         self._troubles.clear()
+        self._told.clear()

@@ -14,12 +14,10 @@ once: what TCP brings goes to the same place, if it is the same copy.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import inf
 from typing import Final
 
 from kvcast.protocol.bounded_map import BoundedMap
-from kvcast.protocol.links.backoff import Backoff
+from kvcast.protocol.links.backoff import Pauses
 from kvcast.protocol.links.bulk import (
     EVICTED,
     UNREACHABLE,
@@ -40,13 +38,6 @@ MAX_NODES: Final = 4096
 """Nodes whose failures are known; of more, the first are forgotten."""
 
 
-@dataclass(slots=True)
-class _Trouble:
-    pauses: Backoff
-    until: float = -inf
-    told: bool = False
-
-
 class Carriers:
     """See the module's text."""
 
@@ -54,7 +45,8 @@ class Carriers:
         self._options = options
         self._counters = counters
         self._nodes: Mapping[int, NodeInfo] = {}
-        self._trouble: BoundedMap[str, _Trouble] = BoundedMap(MAX_NODES)
+        self._trouble: BoundedMap[str, Pauses] = BoundedMap(MAX_NODES)
+        """By id, the nodes with which RDMA did not work when it was last tried; all are told of."""
         self._by_tcp: list[BulkCall] = []
         self._news: list[str] = []
 
@@ -96,15 +88,13 @@ class Carriers:
 
     def failed(self, now: float, node_id: str, problem: str) -> None:
         """RDMA does not work with a node just now."""
-        trouble = self._trouble.get(node_id)
-        if trouble is None:
-            pauses = Backoff(self._options.retry_s, self._options.retry_max_s)
-            trouble = self._trouble[node_id] = _Trouble(pauses)
-        if now >= trouble.until:
-            trouble.until = now + trouble.pauses.next_pause_s()
-        if not trouble.told:
-            trouble.told = True
+        pauses = self._trouble.get(node_id)
+        if pauses is None:
+            pauses = Pauses(self._options.retry_s, self._options.retry_max_s)
+            self._trouble[node_id] = pauses
             self._news.append(f"RDMA with {node_id} failed, TCP takes over: {problem}")
+        if pauses.may_try(now):
+            pauses.failed(now)
 
     def _number_of(self, node_id: str) -> int:
         numbers = (number for number, node in self._nodes.items() if node.node_id == node_id)
@@ -113,12 +103,11 @@ class Carriers:
     def _works(self, now: float, node: NodeInfo) -> bool:
         if not node.rdma_port:
             return False
-        trouble = self._trouble.get(node.node_id)
-        return trouble is None or now >= trouble.until
+        pauses = self._trouble.get(node.node_id)
+        return pauses is None or pauses.may_try(now)
 
     def _worked(self, node_id: str) -> None:
-        trouble = self._trouble.pop(node_id, None)
-        if trouble is not None:
+        if self._trouble.pop(node_id, None) is not None:
             self._news.append(f"RDMA with {node_id} works again")
 
     def _watched(self, call: RdmaCall, node_id: str) -> RdmaCall:

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.protocol.links import control_callee, control_caller
-from kvcast.protocol.links.backoff import Backoff, pause_after
+from kvcast.protocol.links.backoff import Backoff, Pauses, pause_after
 from kvcast.protocol.links.control_callee import ControlCallee
 from kvcast.protocol.links.control_caller import (
     Attempt,
@@ -358,6 +358,20 @@ def test_a_pause_doubles_to_its_bound_and_begins_anew() -> None:
     pauses = [jittered.next_pause_s() for _ in range(200)]
     assert 0.5 <= min(pauses) < 0.6
     assert 1.4 < max(pauses) <= 1.5
+
+
+def test_a_pause_lasts_until_its_time_or_until_something_worked() -> None:
+    pauses = Pauses(1.0, 4.0)
+    assert pauses.may_try(-5.0)
+    pauses.failed(10.0)
+    assert [pauses.may_try(now) for now in (10.9, 11.0)] == [False, True]
+    pauses.failed(11.0)
+    assert [pauses.may_try(now) for now in (12.9, 13.0)] == [False, True]
+    pauses.failed(13.0)
+    pauses.worked()
+    assert pauses.may_try(13.0)
+    pauses.failed(14.0)
+    assert [pauses.may_try(now) for now in (14.9, 15.0)] == [False, True]
 
 
 def test_a_pause_is_known_from_the_number_of_failures_however_many() -> None:
