@@ -116,6 +116,7 @@ def board() -> Board:
     _tenants(made)
     _switch(made)
     _nodes(made)
+    _tiers(made)
     _engines(made)
     return made
 
@@ -192,6 +193,12 @@ def _tenants(to: Board) -> None:
             "From a get to its block; misses are not in it.",
         ),
         (
+            "p99 of a put",
+            quantile_of(f"{of}_put_seconds", 0.99, NAMED, keys),
+            "s",
+            "From a whole block to the acknowledgement; puts that failed are not in it.",
+        ),
+        (
             "DRAM held",
             f"sum by ({keys}) ({of}_held_bytes{{{NAMED}}})",
             "bytes",
@@ -199,9 +206,10 @@ def _tenants(to: Board) -> None:
         ),
         (
             "Quota in use",
-            f"max by ({keys}) ({of}_held_bytes{{{NAMED}}} / ({of}_quota_bytes{{{NAMED}}} > 0))",
+            f"max by ({keys}, tier) ({of}_tier_bytes{{{NAMED}}}"
+            f" / ({of}_tier_quota_bytes{{{NAMED}}} > 0))",
             "percentunit",
-            "On the fullest node, where there is a quota.",
+            "Of each tier, on the fullest node, where there is a quota.",
         ),
         (
             "Refused for the rate",
@@ -210,7 +218,8 @@ def _tenants(to: Board) -> None:
             "Keys of requests beyond operations or bytes a second.",
         ),
     ):
-        to.graph(title, [(query, legend)], unit, text, THIRD)
+        shown = f"{legend} {{{{tier}}}}" if "tier)" in query else legend
+        to.graph(title, [(query, shown)], unit, text, THIRD)
 
 
 def _switch(to: Board) -> None:
@@ -293,6 +302,96 @@ def _nodes(to: Board) -> None:
         "ops",
         "Found by digests, never delivered; bulk calls and puts that failed.",
         THIRD,
+    )
+
+
+def _tiers(to: Board) -> None:
+    of = "kvcast_agent"
+    by = "instance"
+    below = {"ssd": "disk", "arena1": "further arena"}
+    """Of further arenas the first, by which all others get what they have."""
+
+    def used(tier: str) -> str:
+        return f"{of}_{tier}_used_bytes{{{AGENT}}} / {of}_{tier}_bytes{{{AGENT}}}"
+
+    def moved(*names: str) -> Queries:
+        return [
+            (grown(f"{of}_{tier}_{name}_total", AGENT), f"{title}: {name.replace('_', ' ')}")
+            for tier, title in below.items()
+            for name in names
+        ]
+
+    to.row("Tiers")
+    to.graph(
+        "Disks and further arenas in use",
+        [(used(tier), f"{{{{instance}}}} {title}") for tier, title in below.items()],
+        "percentunit",
+        "Of each node's disks, and of its first further arena. DRAM is among the nodes.",
+        THIRD,
+    )
+    to.graph(
+        "Held, by tier",
+        [
+            (f'sum by (tier) (kvcast_namespace_tier_bytes{{{NAMED},tier!="cold"}})', "{{tier}}"),
+            (f"sum ({of}_cold_bytes{{{AGENT}}})", "object store"),
+        ],
+        "bytes",
+        "Of all chosen nodes; of the object store what they are the first homes of.",
+        THIRD,
+        stacked=True,
+    )
+    to.graph(
+        "Moved down",
+        [
+            *moved("demotions_room", "demotions_quota", "demotions_clean"),
+            (grown(f"{of}_cold_stored_total", AGENT), "object store: stored"),
+        ],
+        "ops",
+        "Blocks that went below DRAM for want of room or by a quota; clean: they lay there "
+        "already. Those of the object store stay in DRAM, too.",
+        THIRD,
+    )
+    to.graph(
+        "Brought back",
+        [
+            *moved("promotions"),
+            (grown(f"{of}_cold_fetched_total", AGENT), "object store: fetched"),
+        ],
+        "ops",
+        "Blocks that were read, and came to DRAM for that.",
+        THIRD,
+    )
+    to.graph(
+        "Lost for want of time or room",
+        [
+            *moved("left_unwritten", "demotions_refused"),
+            (grown(f"{of}_cold_left_out_total", AGENT), "object store: left out"),
+            (grown(f"{of}_cold_left_out_quota_total", AGENT), "object store: no quota left"),
+        ],
+        "ops",
+        "left unwritten: DRAM needed the room before the disk had the block; refused: no room "
+        "there that the namespace may take.",
+        THIRD,
+    )
+    to.graph(
+        "Hand-over and drain",
+        [
+            (f"sum by ({by}) ({of}_handover_left{{{AGENT}}})", "{{instance}} left"),
+            (
+                'max by (state) (kvcast_controller_nodes{state=~"joining|draining|drained"})',
+                "nodes {{state}}",
+            ),
+        ],
+        "none",
+        "Blocks that a node still hands over to others, and the nodes that it is for.",
+        THIRD,
+    )
+    to.graph(
+        "Hot replicas",
+        [(f"sum by ({by}) ({of}_replicas_here{{{AGENT}}})", "{{instance}}")],
+        "none",
+        "Blocks that a node answers for since their own homes' links are busy.",
+        HALF,
     )
 
 

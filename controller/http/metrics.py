@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from kvcast.controller.core.node_report import STATES
+from kvcast.protocol.messages.wire import SEGMENT_BYTES
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 _PREFIX = "kvcast_controller"
@@ -37,6 +39,8 @@ def metrics_of(status: dict[str, Any]) -> Iterable[Metric]:
     )
     for name, text, value in gauges:
         yield GaugeMetricFamily(f"{_PREFIX}_{name}", text, value=float(value))
+    states = GaugeMetricFamily(f"{_PREFIX}_nodes", "Nodes in a state", labels=["state"])
+    yield _filled(states, {state: sum(n["state"] == state for n in nodes) for state in STATES})
     buckets = GaugeMetricFamily(
         f"{_PREFIX}_node_buckets", "Buckets that the node is home of", labels=["node"]
     )
@@ -47,6 +51,14 @@ def metrics_of(status: dict[str, Any]) -> Iterable[Metric]:
         labels=["namespace"],
     )
     yield _filled(taken, status["slots"]["taken"])
+    quotas = GaugeMetricFamily(
+        f"{_PREFIX}_namespace_quota_slots",
+        "Segment slots of the switch that the namespace's blocks may take, where it has a quota",
+        labels=["namespace"],
+    )
+    said = {n["namespace"]: n["settings"]["quota_bytes"] for n in status["namespaces"]}
+    allowed = {number: quota["switch"] for number, quota in said.items() if quota.get("switch")}
+    yield _filled(quotas, {number: size // SEGMENT_BYTES for number, size in allowed.items()})
     adaptive = GaugeMetricFamily(
         f"{_PREFIX}_adaptive",
         "1 while it is on for the namespace: gathering, or residence in the switch",

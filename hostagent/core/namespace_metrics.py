@@ -77,6 +77,9 @@ class NamespaceMetrics:
     get_time: Histogram = field(default_factory=lambda: Histogram(FETCH_BOUNDS_S))
     """Seconds from a client's get to its block, by key; misses are not in it, nor what clients get
     without asking."""
+    put_time: Histogram = field(default_factory=lambda: Histogram(FETCH_BOUNDS_S))
+    """Seconds from when a client said that its block is whole to the acknowledgement, by key,
+    whatever that waits for (`writes.ACKS`); puts that failed are not in it."""
 
 
 class NamespacesMetrics:

@@ -311,7 +311,8 @@ class Pushes:
                     self._pauses.pop(node, None)
                 if not lent.copy.block.key:
                     self._store.name(lent.copy, BlockId(ended.namespace, ended.key))
-                self._writes.put(now, lent.copy, ended.digest, ended.nodes)
+                took_s = ended.elapsed_ns / 1e9
+                self._writes.put(now, lent.copy, ended.digest, ended.nodes, took_s)
             else:
                 self._store.abort(lent.copy)
             holder = self._holders.get(lent.client)

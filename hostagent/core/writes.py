@@ -98,11 +98,13 @@ class _Put:
 
 @dataclass(slots=True, eq=False)
 class PutBatch:
-    """A commit of several tickets; `answered` is called once, when no result is None any more."""
+    """A commit of several tickets; `answered` is called once, when no result is None any more.
+    `began`: when the client asked for it."""
 
     results: list[local.PutBlock | None]
     answered: Callable[[PutBatch], None]
     left: int
+    began: float
 
 
 class Writes:
@@ -146,7 +148,7 @@ class Writes:
         choice. `committed` is called when the copies at these positions are blocks, or were
         refused; until then they are nobody's but this batch's. It and `answered` may be called
         before this returns."""
-        batch = PutBatch([None] * len(copies), answered, len(copies))
+        batch = PutBatch([None] * len(copies), answered, len(copies), now)
         ack = ack or self._options.put_ack
 
         def commit_some(now: float, positions: range, digests: list[int]) -> None:
@@ -179,12 +181,12 @@ class Writes:
             # The room is of a former agent, which knew the namespace.
             self._store.abort(copy)
             put = _Put(position, copy, ack)
-            self._answer(batch, put, local.UNKNOWN_NAMESPACE)
+            self._answer(now, batch, put, local.UNKNOWN_NAMESPACE)
             return
         put = self._put_of(position, copy, ack, pool)
         if copy.state == DOOMED:  # it was a block, and has been dropped since: nobody is sent it
             if ack == ACK_LOCAL:
-                self._answer(batch, put, local.OK)
+                self._answer(now, batch, put, local.OK)
             put.heirs = frozenset()
             self._settle(now, batch, put)
             return
@@ -192,14 +194,14 @@ class Writes:
             if not done:
                 put.copy = copy = self._store.commit(copy, digest, home=bool(put.have))
         except StaleReservationError:
-            self._answer(batch, put, local.UNKNOWN_NAMESPACE)
+            self._answer(now, batch, put, local.UNKNOWN_NAMESPACE)
             return
         meaning = pool.meaning_of(copy.block.namespace) if pool is not None else None
         if pool is None or meaning is None or not put.homes:
-            self._answer(batch, put, local.UNAVAILABLE)
+            self._answer(now, batch, put, local.UNAVAILABLE)
             return
         if ack == ACK_LOCAL or (ack == ACK_HOME and put.has_arrived):
-            self._answer(batch, put, local.OK)
+            self._answer(now, batch, put, local.OK)
         self._replicate(now, batch, put, pool, meaning)
         self._settle(now, batch, put)
 
@@ -220,9 +222,11 @@ class Writes:
         """What puts wait for that do not say it; one of `ACKS`."""
         return self._options.put_ack
 
-    def put(self, now: float, copy: Copy, digest: int, nodes: Collection[int]) -> None:
-        """The put of a reserved copy, which was pushed to these nodes, has been acknowledged: it is
-        a block here, too, and goes to the other homes."""
+    def put(
+        self, now: float, copy: Copy, digest: int, nodes: Collection[int], took_s: float
+    ) -> None:
+        """The put of a reserved copy, which was pushed to these nodes, has been acknowledged after
+        so many seconds: it is a block here, too, and goes to the other homes."""
         self._count(copy)
         self._metrics.replications_total += len(nodes)
         self._metrics.bulk_requests_sent_total += len(nodes)
@@ -239,8 +243,8 @@ class Writes:
         if pool is None or meaning is None:
             return
         put = self._put_of(0, copy, ACK_LOCAL, pool, nodes)
-        batch = PutBatch([None], _heard, 1)
-        self._answer(batch, put, local.OK)
+        batch = PutBatch([None], _heard, 1, now - took_s)
+        self._answer(now, batch, put, local.OK)
         self._replicate(now, batch, put, pool, meaning)
 
     def _count(self, copy: Copy) -> None:
@@ -297,7 +301,7 @@ class Writes:
                 put.have.add(node)
                 put.handed_on |= epoch == bulk.OLDEST_MAP
                 if put.ack == ACK_HOME and put.has_arrived:
-                    self._answer(batch, put, local.OK)
+                    self._answer(now, batch, put, local.OK)
             elif outcome == EVICTED:
                 late = self.replicate_late(copy.block, node_id)
                 self._metrics.replications_late_total += late
@@ -330,7 +334,7 @@ class Writes:
                 return
         enough = len(put.homes) if put.ack == ACK_REPLICAS else 1
         done = len(put.have) >= enough and put.outlasts_moves
-        self._answer(batch, put, local.OK if done else put.refused)
+        self._answer(now, batch, put, local.OK if done else put.refused)
 
     def _ask_to_hand_on(self, now: float, batch: PutBatch, put: _Put) -> None:
         """Offer a put once more to a home that has it, as if by a map that knows of no move."""
@@ -342,11 +346,14 @@ class Writes:
         if others:
             self._send(now, batch, put, others[0], bulk.OLDEST_MAP, meaning)
 
-    def _answer(self, batch: PutBatch, put: _Put, status: str) -> None:
+    def _answer(self, now: float, batch: PutBatch, put: _Put, status: str) -> None:
         if put.acknowledged:
             return
         put.acknowledged = True
-        if status != local.OK:
+        if status == local.OK:
+            mine = self._metrics.by_namespace.of(put.copy.block.namespace)
+            mine.put_time.add(now - batch.began)
+        else:
             self._metrics.puts_failed_total += 1
         batch.results[put.position] = local.PutBlock(status, len(put.have), put.copy.digest)
         batch.left -= 1

@@ -186,6 +186,21 @@ def _metrics_by_namespace(core: AgentCore) -> Iterator[Metric]:
     seconds = HistogramMetricFamily(
         "kvcast_namespace_get_seconds", "seconds from a get to its block", labels=_LABELS
     )
+    put_seconds = HistogramMetricFamily(
+        "kvcast_namespace_put_seconds",
+        "seconds from a whole block to the acknowledgement of its put",
+        labels=_LABELS,
+    )
+    by_tier = GaugeMetricFamily(
+        "kvcast_namespace_tier_bytes",
+        "bytes taken of each tier that has quotas",
+        labels=(*_LABELS, "tier"),
+    )
+    most_by_tier = GaugeMetricFamily(
+        "kvcast_namespace_tier_quota_bytes",
+        "bytes of it allowed, 0 = no limit; cold: this node's part",
+        labels=(*_LABELS, "tier"),
+    )
     known = core.pool.namespaces if core.pool is not None else {}
     counted = core.namespace_metrics()
     for number, info in sorted(known.items()):
@@ -201,6 +216,9 @@ def _metrics_by_namespace(core: AgentCore) -> Iterator[Metric]:
         if share is not None:
             in_store.add_metric(labels, share.taken_bytes)
             in_store_most.add_metric(labels, share.most_bytes)
+        for tier, taken_bytes, most_bytes in _by_tier(core, number):
+            by_tier.add_metric([*labels, tier], taken_bytes)
+            most_by_tier.add_metric([*labels, tier], most_bytes)
         mine = counted.get(number)
         if mine is None:
             continue
@@ -220,5 +238,19 @@ def _metrics_by_namespace(core: AgentCore) -> Iterator[Metric]:
             for name, value in sorted(counts.items()):
                 labelled.add_metric([*labels, name], value)
         seconds.add_metric(labels, mine.get_time.buckets(), mine.get_time.sum)
+        put_seconds.add_metric(labels, mine.put_time.buckets(), mine.put_time.sum)
     yield from (gets, hits, misses, home_misses, puts, got_bytes, put_bytes, limited)
-    yield from (held, on_disk, further, in_store, in_store_most, quota, seconds)
+    yield from (held, on_disk, further, in_store, in_store_most, quota, by_tier, most_by_tier)
+    yield from (seconds, put_seconds)
+
+
+def _by_tier(core: AgentCore, namespace: int) -> Iterator[tuple[str, int, int]]:
+    """Each tier of which the namespace can have a quota, and has one if it is the object store: its
+    name, bytes taken, and bytes allowed (0 = no limit)."""
+    yield "dram", core.store.namespace_bytes(namespace), core.store.quota_of(namespace)
+    for tier in core.tiers:
+        shelf = tier.shelf
+        yield tier.name, shelf.namespace_bytes(namespace), shelf.quota_of(namespace)
+    share = core.cold.shares.get(namespace) if core.cold is not None else None
+    if share is not None:
+        yield "cold", share.taken_bytes, share.most_bytes

@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 from kvcast.controller.core import program
 from kvcast.controller.core.adaptive import AdaptiveOptions
 from kvcast.controller.core.admission import BEST_WITH_QUOTA, Room
+from kvcast.controller.core.node_report import STATES
 from kvcast.controller.core.pool import Pool, SavedState
 from kvcast.controller.core.reconcile import Change, EntryChange, SwitchState, Verb, apply
 from kvcast.controller.core.tiers import DESCRIBE_BATCH, HeatSample
+from kvcast.controller.http.metrics import metrics_of
 from kvcast.controller.switch.control_loop import ControlLoop, StoreError, SwitchError
 from kvcast.protocol.messages.control import (
     Describe,
@@ -109,6 +111,35 @@ def test_a_smaller_quota_lets_the_least_valuable_go_and_part_of_a_slot_is_none()
     assert driver.pool.status(driver.now)["slots"]["taken"] == {str(namespace): 4}
     driver.round(1.0)
     assert driver.pool.status(driver.now)["slots"]["taken"] == {str(namespace): 2}
+
+
+def test_prometheus_is_told_of_quotas_in_slots_and_of_nodes_by_state() -> None:
+    driver = Driver()
+    driver.join(1, 2, 3)
+    namespace = driver.namespace()
+    driver.pool.make_namespace("t", "unlimited", "1", "l", driver.now)
+    limited(driver, namespace, 2, more_bytes=SEGMENT_BYTES - 1)
+    driver.pool.drain("node-3")
+    driver.round()
+    link = {"connected": True, "primary": True, "programmed": True, "counts": {}}
+    counts = {what: {} for what in ("link_counts", "counts", "http_counts", "reloads")}
+    told = {
+        **driver.pool.status(driver.now),
+        "switch": link,
+        "decisions": {},
+        "fills": {},
+        "controller": {"agent_connections": 3, "tick_s": 0.0, "failed_reloads": {}, **counts},
+    }
+    found = {
+        family.name.removeprefix("kvcast_controller_"): {
+            tuple(sample.labels.values()): sample.value for sample in family.samples
+        }
+        for family in metrics_of(told)
+    }
+    assert found["namespace_quota_slots"] == {(str(namespace),): 2}
+    states = dict.fromkeys(STATES, 0) | Counter(node["state"] for node in told["nodes"])
+    assert states["alive"] == 2
+    assert found["nodes"] == {(state,): count for state, count in states.items()}
 
 
 def test_hot_blocks_and_pins_beyond_a_quota_keep_no_others_out() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import promql_parser
 import pytest
+from equipped_agent import equipped_core
 from kvcast.controller.http.metrics import metrics_of as controller_metrics_of
 from kvcast.hostagent.connectors.counters import NAMES
 from kvcast.hostagent.network.metrics_server import metrics_of as agent_metrics_of
@@ -112,7 +113,8 @@ def exported() -> dict[str, set[str]]:
     for number in (1, 2):
         ask(node, local.Get(1, 1, [key(number)], 1.0))
     status = {
-        "epoch": 1, "nodes": [], "residents": [], "slots": {"free": 1, "taken": {}},
+        "epoch": 1, "nodes": [], "namespaces": [], "residents": [],
+        "slots": {"free": 1, "taken": {}},
         "candidates": 0, "port_sets": 0, "adaptive": [], "decisions": {}, "fills": {}, "counts": {},
         "switch": {"connected": True, "primary": True, "programmed": True, "counts": {}},
         "controller": {
@@ -122,6 +124,7 @@ def exported() -> dict[str, set[str]]:
     }  # fmt: skip
     router_text, _ = metrics_text(SimpleNamespace(index=_Index()), _Engines(), {})  # type: ignore[arg-type]
     return {
+        **exported_by(agent_metrics_of(equipped_core(further_arenas=1))),
         **exported_by(agent_metrics_of(node.core)),
         **exported_by(controller_metrics_of(status)),
         **exported_by(text_string_to_metric_families(router_text.decode())),
@@ -150,6 +153,19 @@ def test_every_query_reads_metrics_and_labels_that_are_exported() -> None:
     # One of each who exports anything.
     for whose in ("kvcast_agent", "kvcast_namespace", "kvcast_controller", "kvcast_route", "vllm:"):
         assert any(name.startswith(whose) for name in read), whose
+
+
+def test_there_is_a_row_of_tiers_which_shows_each_of_them() -> None:
+    board = json.loads((DEPLOY / "grafana/kvcast.json").read_text())
+    assert "Tiers" in [panel["title"] for panel in board["panels"] if panel["type"] == "row"]
+    read = " ".join(query for _, query, _ in queries())
+    for name in (
+        "agent_ssd_used_bytes", "agent_arena1_used_bytes", "agent_cold_bytes",
+        "agent_ssd_demotions_room_total", "agent_ssd_promotions_total",
+        "agent_ssd_left_unwritten_total", "agent_handover_left", "controller_nodes",
+        "agent_replicas_here", "namespace_tier_quota_bytes", "namespace_put_seconds_bucket",
+    ):  # fmt: skip
+        assert f"kvcast_{name}{{" in read, name
 
 
 def test_counters_are_read_as_rates() -> None:

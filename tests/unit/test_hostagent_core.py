@@ -1061,7 +1061,7 @@ def test_where_puts_of_several_namespaces_compete_none_is_pushed_past_their_turn
     stopped.clear()
     for namespace in (1, 2, 1, 2):
         copy = core.store.reserve(BlockId(namespace, key(namespace)), 20_000)
-        core.writes.put(node.now, copy, 1, [2])
+        core.writes.put(node.now, copy, 1, [2], 0.0)
     assert set(stopped) == {"pushing"}
     core.store.advance(core.store.now + LATELY_S)
     assert core.serving.convey("node-2", ask) == bulk.DONE, "it is long ago"

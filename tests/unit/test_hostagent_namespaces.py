@@ -7,15 +7,21 @@ tests/integration/test_pool_tenants.py).
 
 from __future__ import annotations
 
+from math import inf
+
 import msgspec
+from equipped_agent import equipped_core
 from kvcast.hostagent.core.cold import ColdRules, ColdTier, Errand
 from kvcast.hostagent.core.namespace_metrics import COLD, EVICTED_DRAM, EXPIRED
 from kvcast.hostagent.core.sessions import Session
+from kvcast.hostagent.core.writes import PutBatch
 from kvcast.hostagent.network.metrics_server import metrics_of
 from kvcast.hostagent.tiers import policies
+from kvcast.protocol.digests import Digested
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.control import (
+    CONTROL_PROTOCOL_VERSION,
     POLICIES,
     PREFIX_POLICIES,
     AgentMessage,
@@ -24,8 +30,9 @@ from kvcast.protocol.messages.control import (
     NamespaceSettings,
     PoolMap,
     Refused,
+    Registered,
 )
-from kvcast.protocol.messages.wire import BlockId
+from kvcast.protocol.messages.wire import BUCKETS, BlockId, digest_of
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from test_hostagent_core import SLAB, Node, key, pool_map
@@ -262,8 +269,51 @@ def test_prometheus_is_told_of_each_namespace() -> None:
         f'kvcast_namespace_held_bytes{{{labels},version="1"}} {float(SLAB)}',
         f'kvcast_namespace_quota_bytes{{{labels},version="1"}} {4.0 * SLAB}',
         f'kvcast_namespace_get_seconds_count{{{labels},version="1"}} 1.0',
+        f'kvcast_namespace_tier_bytes{{{labels},tier="dram",version="1"}} {float(SLAB)}',
+        f'kvcast_namespace_tier_quota_bytes{{{labels},tier="dram",version="1"}} {4.0 * SLAB}',
     ):
         assert line in text, line
+
+
+def test_prometheus_is_told_of_the_quotas_of_every_tier_that_has_some() -> None:
+    core = equipped_core(further_arenas=2)
+    while core.recover():
+        pass
+    quotas = {"dram": 5, "arena": 6, "ssd": 7, "cold": 8 * BUCKETS}
+    settings = NamespaceSettings(quota_bytes=quotas, media=["dram", "ssd", "cold"])
+    core.control_message(0.0, Registered(CONTROL_PROTOCOL_VERSION, 1, 3.0, 0, inf))
+    core.control_message(0.0, told(settings))
+
+    def by_tier(name: str) -> dict[str, float]:
+        (family,) = [f for f in metrics_of(core) if f.name == f"kvcast_namespace_{name}"]
+        return {sample.labels["tier"]: sample.value for sample in family.samples}
+
+    allowed = {"dram": 5, "arena1": 6, "arena2": 6, "ssd": 7, "cold": 8 * BUCKETS}
+    assert by_tier("tier_quota_bytes") == allowed
+    assert by_tier("tier_bytes") == dict.fromkeys(allowed, 0)
+
+
+def test_the_time_of_a_put_runs_from_a_whole_block_to_its_acknowledgement() -> None:
+    node = node_with(NamespaceSettings())
+    times = node.core.metrics.by_namespace.of(1).put_time
+    waiting: list[tuple[Digested, list[int]]] = []
+
+    def later(_now: float, blocks: list[memoryview], then: Digested) -> None:
+        waiting.append((then, [digest_of(each) for each in blocks]))
+
+    node.core.make_digests = later  # as threads make those of large blocks
+    batches: list[PutBatch] = []
+    room = node.core.store.reserve(BlockId(1, key(1)), len(DATA))
+    node.core.writes.commit(5.0, [room], batches.append, "local")
+    assert times.buckets()[-1][1] == 0, "it is not acknowledged yet"
+    then, digests = waiting.pop()
+    then(7.0, digests)
+    assert batches
+    assert (times.sum, times.buckets()[-1][1]) == (2.0, 1)
+    # What compiled code has put counts, too, as long as that took.
+    room = node.core.store.reserve(BlockId(1, key(2)), len(DATA))
+    node.core.writes.put(8.0, room, digest_of(DATA), (), 0.5)
+    assert (times.sum, times.buckets()[-1][1]) == (2.5, 2)
 
 
 def test_metrics_of_namespaces_that_are_gone_are_forgotten() -> None:

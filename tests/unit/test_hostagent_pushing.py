@@ -781,7 +781,7 @@ def test_what_one_home_has_goes_to_the_others(pair: Pair) -> None:
     pool = core.pool
     assert pool is not None
     pool._buckets[:] = [(5, 1, 2)] * len(pool._buckets)
-    core.writes.put(pair.now, found, digest_of(content_of(2)), (5,))
+    core.writes.put(pair.now, found, digest_of(content_of(2)), (5,), 0.0)
     (call,) = core.outbox.calls
     assert isinstance(call, PutCall)
     assert call.node == 2
