@@ -144,18 +144,29 @@ def evict(argv: Sequence[str] | None = None) -> int:
         "kvcast agent evict",
         "Has blocks forgotten, here and at their homes, so that they are read no more. Copies "
         "that other nodes or the switch have cached stay until they make room: a key is never to "
-        "be used again for other bytes. Exit status 3: not all of a block's homes have "
-        "forgotten it, since one could not be asked or somebody held it just then.",
+        "be used again for other bytes. A key that nobody has a block of counts as forgotten; it "
+        "is said beside it how many blocks lay in this node's DRAM. Exit status 3: not all of a "
+        "block's homes have forgotten it, since one could not be asked or somebody held it just "
+        "then.",
         _EVICT,
     )
     return run_block_command(parser, argv, _evict)
 
 
 async def _evict(options: argparse.Namespace) -> int:
+    from kvcast.protocol.messages.local import MAX_KEYS
+
     keys = _keys(options.keys)
     async with connected(options) as (client, namespace):
+        held = 0
+        for at in range(0, len(keys), MAX_KEYS):
+            told = await client.describe(namespace, keys[at : at + MAX_KEYS])
+            held += len(told.held)
         count = await client.drop(namespace, keys)
-    print(f"{count} of {len(keys)} blocks forgotten by all of their homes")
+    print(
+        f"{count} of {len(keys)} blocks forgotten by all of their homes;"
+        f" {held} lay in this node's DRAM"
+    )
     return EXIT_OK if count == len(keys) else EXIT_MISS
 
 

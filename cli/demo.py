@@ -14,7 +14,7 @@ from kvcast.bench.demo import DemoOptions, Reporter, run
 from kvcast.service import reports
 from kvcast.service.commands import EXIT_FAILED, EXIT_OK, add_log_level, run_command
 from kvcast.service.options import HelpFormatter
-from kvcast.service.values import parse_size
+from kvcast.service.values import bit_rate, parse_size
 from kvcast.topologies.star import Star
 from kvcast.workloads import generators
 
@@ -101,7 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--link-rate",
-        type=float,
+        type=bit_rate(0, 10**12),
         metavar="BITS/S",
         help="rate of every node's link, each way, emulated at the switch's ports; 0 = none "
         "(default: so low that the links are the limit, and not this machine)",
@@ -144,8 +144,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--nodes must be between 1 and 32")
     if options.block_size is not None and not 1024 <= options.block_size <= 1 << 20:
         parser.error("--block-size must be between 1 KiB and 1 MiB")
-    if options.link_rate is not None and not 0 <= options.link_rate <= 1e12:
-        parser.error("--link-rate must be 0 to 1e12 bits a second")
     return run_command(lambda: _demo(options), log_level=options.log_level)
 
 

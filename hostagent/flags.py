@@ -53,6 +53,7 @@ from kvcast.service.tls import Credentials
 from kvcast.service.tls_options import TlsOptions, credentials_of, refuse_open_addresses
 from kvcast.service.values import (
     TextError,
+    bit_rate,
     format_size,
     number,
     parse_node_id,
@@ -148,7 +149,7 @@ class NetworkFlags:
         " is; 0 = as the interface that has --ip says; where that does not know, this node's blocks"
         " are not replicated for being read much",
         default=NetworkOptions.link_bits_per_s,
-        parse=whole_number(0, 10**13),
+        parse=bit_rate(0, 10**13),
         metavar="BITS",
         unit="bits/s",
         flag="link-rate",
@@ -169,7 +170,7 @@ class NetworkFlags:
         " where it has the same address, else as its interface says; not shared where that does not"
         " know",
         default=NetworkOptions.bulk_link_bits_per_s,
-        parse=whole_number(0, 10**13),
+        parse=bit_rate(0, 10**13),
         metavar="BITS",
         unit="bits/s",
         flag="bulk-link-rate",

@@ -22,8 +22,9 @@ import threading
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -87,6 +88,10 @@ class Obstore:
             from obstore.store import from_url
         except ImportError:
             raise ColdError("--cold needs pip install 'kvcast[cold]'") from None
+        parts = urlsplit(url)
+        folder = Path(unquote(parts.path))
+        if parts.scheme == "file" and not folder.is_dir():
+            raise ColdError(f"{url}: there is no folder {folder}; make it first: mkdir -p {folder}")
         try:
             self._store: ObjectStore = from_url(url)
         except Exception as error:  # obstore's own have no common base

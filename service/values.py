@@ -63,6 +63,18 @@ def whole_number(low: int, high: float = math.inf) -> Callable[[str], int]:
     return _bounded(int, "an integer", low, high)
 
 
+def bit_rate(low: int, high: int) -> Callable[[str], int]:
+    """A parser of rates in whole bits a second within [low, high], as 10000000 or as 10e6."""
+    return _bounded(_whole, "a rate like 10000000 or 10e6", low, high)
+
+
+def _whole(text: str) -> int:
+    value = float(text)
+    if not value.is_integer():  # an infinite one is none, either
+        raise ValueError(text)
+    return int(value)
+
+
 def _bounded(read: Callable[[str], N], what: str, low: float, high: float) -> Callable[[str], N]:
     def parse(text: str) -> N:
         try:

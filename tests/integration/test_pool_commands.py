@@ -62,9 +62,10 @@ async def test_an_agent_says_what_it_holds_and_has_blocks_pinned_and_forgotten(
         assert "'not' is not a key of 32 hexadecimal digits" in error
 
         code, out, _ = await kvcast(
-            "agent", "evict", "--socket", one, "-", stdin=f"{key}\n".encode()
+            "agent", "evict", "--socket", one, "-", stdin=f"{key}\n{nowhere}\n".encode()
         )
-        assert (code, out) == (0, b"1 of 1 blocks forgotten by all of their homes\n")
+        said = b"2 of 2 blocks forgotten by all of their homes; 1 lay in this node's DRAM\n"
+        assert (code, out) == (0, said)
         code, out, _ = await kvcast("agent", "evict", "--socket", one, "--help")
         assert code == 0
         assert b"usage: kvcast agent evict" in out

@@ -178,6 +178,10 @@ async def test_a_folder_that_is_not_there_and_a_strange_scheme_are_told_in_a_lin
             open_store(url)
         assert url in str(told.value)
         assert "\n" not in str(told.value)
+    with pytest.raises(ColdError, match=rf"there is no folder {tmp_path}/a b; make it first"):
+        open_store(f"file://{tmp_path}/a%20b")
+    (tmp_path / "a b").mkdir()
+    await open_store(f"file://{tmp_path}/a%20b").close()
 
 
 async def test_without_the_package_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 
 import pytest
+from kvcast.hostagent.flags import AgentFlags
+from kvcast.service.options import parse_options
 from kvcast.service.values import (
     TextError,
+    bit_rate,
     format_size,
     number,
     parse_name,
@@ -102,3 +105,20 @@ def test_a_namespaces_name_is_what_can_be_in_a_line_of_text() -> None:
     for text in ("", "\n", "a\rb", "\x7f", "\u2029", "\udc80", "x" * 257):
         with pytest.raises(TextError, match="is no name: 1 to 256 printable characters"):
             parse_name(text)
+
+
+def test_a_rate_is_written_out_or_with_a_power_of_ten() -> None:
+    for text, rate in (("10000000", 10**7), ("10e6", 10**7), ("2.5e9", 2_500_000_000), ("0", 0)):
+        assert bit_rate(0, 10**13)(text) == rate
+    for text in ("", "1G", "0.5", "nan", "inf", "1e400"):
+        with pytest.raises(TextError, match="is not a rate like 10000000 or 10e6"):
+            bit_rate(0, 10**13)(text)
+    with pytest.raises(TextError, match="is outside 0 to 1e"):
+        bit_rate(0, 10**13)("1e14")
+
+
+def test_an_agents_links_have_rates_as_a_benches_have() -> None:
+    node = ["--node-id=n", "--socket=/s", "--ip=10.0.0.1", "--mac=02:6b:76:00:00:01"]
+    words = ["--switch-port=1", "--controller=127.0.0.1:1", "--link-rate=1e9"]
+    flags = parse_options(AgentFlags, [*node, *words, "--bulk-link-rate=10000000"])
+    assert (flags.link_rate_bits_per_s, flags.bulk_link_rate_bits_per_s) == (10**9, 10**7)
