@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcast.bench.plotting import drawn
+from kvcast.service.values import format_size
 from kvcast.simulation.flows.plan import MODEL_ERROR, worth_it
 
 Numbers = dict[str, Any]
@@ -673,7 +674,7 @@ def _frontier_picture(report: Numbers) -> bytes:
             "gbps",
             "block_bytes",
             "Times as fast as a plain pool: 8 readers 100 µs apart;\nlinks, and sizes of the block",
-            (lambda v: f"{v} Gb/s", lambda v: f"{v >> 20} MiB" if v >> 20 else f"{v >> 10} KiB"),
+            (lambda v: f"{v} Gb/s", format_size),
         )
 
     return drawn(fill, (12, 4.4), dpi=110)

@@ -72,6 +72,7 @@ from kvcast.service import provenance, reports
 from kvcast.service.commands import EXIT_FAILED, EXIT_OK, CommandError, run_command
 from kvcast.service.options import HelpFormatter
 from kvcast.service.statistics import percentile
+from kvcast.service.values import format_size
 from kvcast.topologies.part import PartError
 from kvcast.topologies.pool import Pool
 
@@ -103,7 +104,7 @@ class Case:
     @property
     def name(self) -> str:
         """For people."""
-        size = "" if "exists" in self.operation else f" {size_name(self.size_bytes)}"
+        size = "" if "exists" in self.operation else f" {format_size(self.size_bytes)}"
         count = f" x {self.keys}" if self.keys > 1 else ""
         clients = f", {self.clients} clients" if self.clients > 1 else ""
         return f"{self.operation}{size}{count}{clients}"
@@ -128,13 +129,6 @@ class Case:
         if self.kind == "place" and not store.HAS_PLACE:
             return False
         return self.kind != "exists" or store.HAS_EXISTS
-
-
-def size_name(size_bytes: int) -> str:
-    """A size as people write it."""
-    if size_bytes >= MIB:
-        return f"{size_bytes // MIB} MiB"
-    return f"{size_bytes // KIB} KiB" if size_bytes >= KIB else f"{size_bytes} B"
 
 
 def cases(clients: int, *, quick: bool) -> list[Case]:

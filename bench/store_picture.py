@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from kvcast.service.values import format_size
+
 _COLOURS = {"kvcast": "#0f7b6c", "redis": "#c2410c", "mooncake": "#7c3aed", "nixl": "#2563eb"}
-_SIZES = {64 << 10: "64 KiB", 2 << 20: "2 MiB", 16 << 20: "16 MiB"}
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
@@ -98,4 +99,4 @@ def _group(one: dict[str, Any]) -> str:
     if "exists" in operation:
         return operation
     count = f"{one['keys']} x " if one["keys"] > 1 else ""
-    return f"{operation}\n{count}{_SIZES[one['size_bytes']]}"
+    return f"{operation}\n{count}{format_size(one['size_bytes'])}"

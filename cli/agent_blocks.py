@@ -21,7 +21,7 @@ from kvcast.cli.blocks import (
     standard_input,
 )
 from kvcast.service.commands import EXIT_MISS, EXIT_OK, CommandError
-from kvcast.service.values import TextError, number
+from kvcast.service.values import TextError, format_amount, number
 
 _STATUS = """\
 examples:
@@ -84,8 +84,9 @@ _PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 def described(counters: Mapping[str, float]) -> Iterator[str]:
     """An agent's numbers as lines of text, by part; of totals, those that are not zero."""
-    used, size = counters.get("arena_used_bytes", 0), counters.get("arena_bytes", 0)
-    yield f"{counters.get('blocks', 0):.0f} blocks in DRAM, {_bytes(used)} of {_bytes(size)}"
+    used = format_amount(counters.get("arena_used_bytes", 0))
+    size = format_amount(counters.get("arena_bytes", 0))
+    yield f"{counters.get('blocks', 0):.0f} blocks in DRAM, {used} of {size}"
     present = {
         name: value
         for name, value in counters.items()
@@ -125,14 +126,7 @@ def _words(name: str) -> str:
 
 
 def _value(name: str, value: float) -> str:
-    return _bytes(value) if "bytes" in name else f"{value:,.0f}"
-
-
-def _bytes(value: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= size:
-            return f"{value / size:,.1f} {unit}"
-    return f"{value:.0f} B"
+    return format_amount(value) if "bytes" in name else f"{value:,.0f}"
 
 
 # --- evict and pin ----------------------------------------------------------------------------

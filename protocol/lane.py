@@ -43,6 +43,19 @@ from kvcast.native.subset import (
     u64_at,
 )
 from kvcast.protocol.meetings import Meetings, NativeMeetings, name_of, reads
+from kvcast.protocol.messages.offsets import (
+    CHUNK_AT,
+    DIGEST_AT,
+    FLAGS_AT,
+    GATHER_AT,
+    GROUP_AT,
+    KEY_AT,
+    NAMESPACE_AT,
+    OP_AT,
+    SEGMENT_AT,
+    SIZE_AT,
+    WANTED_AT,
+)
 from kvcast.protocol.messages.shared import (
     ENTRY_BYTES,
     HELD,
@@ -66,7 +79,6 @@ from kvcast.protocol.messages.wire import (
     FLAG_SHARED,
     FULL_SEGMENT,
     HEADER_BYTES,
-    KVCAST,
     OFFER_BYTES,
     OP_DATA,
     OP_OFFER,
@@ -93,17 +105,6 @@ MAX_NAMESPACES_WITH_NODES: Final = 254
 """Namespaces for some nodes only of which the lane knows; READs of others go to Python."""
 _ANYBODY: Final = 1
 _FIRST_ROW: Final = 2
-_OP_AT: Final = KVCAST.offset_of("op")
-_FLAGS_AT: Final = KVCAST.offset_of("flags")
-_NAMESPACE_AT: Final = KVCAST.offset_of("namespace")
-_GROUP_AT: Final = KVCAST.offset_of("group")
-_KEY_AT: Final = KVCAST.offset_of("key")
-_DIGEST_AT: Final = KVCAST.offset_of("digest")
-_SIZE_AT: Final = KVCAST.offset_of("size")
-_SEGMENT_AT: Final = KVCAST.offset_of("segment")
-_CHUNK_AT: Final = KVCAST.offset_of("chunk")
-_GATHER_AT: Final = KVCAST.offset_of("gather")
-_WANTED_AT: Final = KVCAST.offset_of("wanted")
 _INDEX: Final = (1 << SEGMENT_INDEX_BITS) - 1
 _SPREAD, _SPREAD_AGAIN, _BY_LOW, _BY_NAMESPACE = MULTIPLIERS
 # Words of an index's entry.
@@ -259,12 +260,12 @@ def header_for(lane: NativeLane, read: U64, op: U64, digest: U64, size: U64, nod
     at = address_of(job.header)
     copy(at, read, HEADER_BYTES)
     b = bytes_at(at)
-    b[_OP_AT] = op
-    b[_GATHER_AT] = 0
-    put_number(at + _FLAGS_AT, 2, 0)
-    put_number(at + _DIGEST_AT, 8, digest)
-    put_number(at + _SIZE_AT, 4, size)
-    u64_at(at + _WANTED_AT)[0] = 0
+    b[OP_AT] = op
+    b[GATHER_AT] = 0
+    put_number(at + FLAGS_AT, 2, 0)
+    put_number(at + DIGEST_AT, 8, digest)
+    put_number(at + SIZE_AT, 4, size)
+    u64_at(at + WANTED_AT)[0] = 0
     job.node = node
 
 
@@ -274,16 +275,16 @@ def answer(lane: NativeLane, read: U64, node: U64) -> bool:
     if lane.opened == 0 or lane.job_count + 2 > JOBS or lane.answered_count == JOBS:
         return False
     b = bytes_at(read)
-    flags = swap16(u16_at(read + _FLAGS_AT)[0])
-    plain = b[_OP_AT] == OP_READ and (flags & ~(FLAG_PADDED | FLAG_SHARED)) == 0
-    alone = b[_GATHER_AT] == 0 and u16_at(read + _GROUP_AT)[0] == 0
-    if not plain or not alone or u64_at(read + _WANTED_AT)[0] != FULL_SEGMENT:
+    flags = swap16(u16_at(read + FLAGS_AT)[0])
+    plain = b[OP_AT] == OP_READ and (flags & ~(FLAG_PADDED | FLAG_SHARED)) == 0
+    alone = b[GATHER_AT] == 0 and u16_at(read + GROUP_AT)[0] == 0
+    if not plain or not alone or u64_at(read + WANTED_AT)[0] != FULL_SEGMENT:
         return False
     marked = (flags & FLAG_SHARED) != 0
-    namespace = swap16(u16_at(read + _NAMESPACE_AT)[0])
+    namespace = swap16(u16_at(read + NAMESPACE_AT)[0])
     if (marked and lane.takes_marked == 0) or not may_use(lane, namespace, node):
         return False
-    key = u64_at(read + _KEY_AT)
+    key = u64_at(read + KEY_AT)
     at = entry_of(lane, namespace, 0 + key[0], 0 + key[1])
     if at == 0:
         return False
@@ -293,12 +294,12 @@ def answer(lane: NativeLane, read: U64, node: U64) -> bool:
     offset = 0 + entry[_OFFSET]
     if offset > lane.arena_bytes or size > lane.arena_bytes - offset:
         return False
-    if u64_at(read + _DIGEST_AT)[0] != 0:
+    if u64_at(read + DIGEST_AT)[0] != 0:
         put_number(address_of(lane.jobs[lane.job_count].header), 8, digest)
         wanted = u64_at(address_of(lane.jobs[lane.job_count].header))[0]
-        if u64_at(read + _DIGEST_AT)[0] != wanted:
+        if u64_at(read + DIGEST_AT)[0] != wanted:
             return False
-    number = swap16(u16_at(read + _SEGMENT_AT)[0])
+    number = swap16(u16_at(read + SEGMENT_AT)[0])
     code = number >> SEGMENT_INDEX_BITS
     index = number & _INDEX
     chunk_bytes = CHUNK_BYTES << code
@@ -529,8 +530,8 @@ def datagrams_of(jobs: int, count: int) -> Iterator[tuple[int, bytes]]:
             chunk = (chunks & -chunks).bit_length() - 1
             chunks &= chunks - 1
             frame = bytearray(header)
-            frame[_CHUNK_AT] = chunk
+            frame[CHUNK_AT] = chunk
             if last and not chunks:
-                frame[_FLAGS_AT + 1] |= FLAG_LAST
+                frame[FLAGS_AT + 1] |= FLAG_LAST
             payload = segment[chunk * chunk_bytes : (chunk + 1) * chunk_bytes]
             yield node, bytes(frame) + payload.ljust(chunk_bytes, b"\0")

@@ -49,6 +49,20 @@ from kvcast.protocol.messages.ethernet import (
     VERSION_IHL,
     Endpoint,
 )
+from kvcast.protocol.messages.offsets import (
+    CHUNK_AT,
+    DIGEST_AT,
+    FLAGS_AT,
+    GATHER_AT,
+    KEY_AT,
+    NAMESPACE_AT,
+    OP_AT,
+    SEGMENT_AT,
+    SIZE_AT,
+    TAG_AT,
+    VERSION_AT,
+    WANTED_AT,
+)
 from kvcast.protocol.messages.wire import (
     CHUNK_BYTES,
     CHUNKS_PER_SEGMENT,
@@ -64,7 +78,6 @@ from kvcast.protocol.messages.wire import (
     HEADER_BYTES,
     IP_PROTOCOL_UDP,
     IPV4,
-    KVCAST,
     MISS_FLAGS,
     MISS_NO_WRITE,
     MISS_NOT_FOUND,
@@ -91,18 +104,6 @@ ARRIVALS: Final = 64
 _AT_ONCE: Final = 2
 """Python hears of segments that came by RDMA when they are this part of those that it awaits."""
 _at: Final = Header.offset_of
-_VERSION_AT: Final = _at(KVCAST, "version")
-_OP_AT: Final = _at(KVCAST, "op")
-_FLAGS_AT: Final = _at(KVCAST, "flags")
-_NAMESPACE_AT: Final = _at(KVCAST, "namespace")
-_KEY_AT: Final = _at(KVCAST, "key")
-_DIGEST_AT: Final = _at(KVCAST, "digest")
-_SIZE_AT: Final = _at(KVCAST, "size")
-_SEGMENT_AT: Final = _at(KVCAST, "segment")
-_CHUNK_AT: Final = _at(KVCAST, "chunk")
-_GATHER_AT: Final = _at(KVCAST, "gather")
-_WANTED_AT: Final = _at(KVCAST, "wanted")
-_TAG_AT: Final = _at(KVCAST, "tag")
 
 _LEAD: Final = FRAME_OVERHEAD_BYTES
 _ETHER_TYPE_AT: Final = _at(ETHERNET, "ether_type")
@@ -280,16 +281,16 @@ def well_formed(at: U64, length: U64) -> bool:
     if length < HEADER_BYTES:
         return False
     b = bytes_at(at)
-    if b[_VERSION_AT] != VERSION:
+    if b[VERSION_AT] != VERSION:
         return False
-    op = 0 + b[_OP_AT]
-    flags = _u16(at + _FLAGS_AT)
-    size = _u32(at + _SIZE_AT)
-    chunk = 0 + b[_CHUNK_AT]
-    gather = 0 + b[_GATHER_AT]
-    wanted = u64_at(at + _WANTED_AT)[0]
+    op = 0 + b[OP_AT]
+    flags = _u16(at + FLAGS_AT)
+    size = _u32(at + SIZE_AT)
+    chunk = 0 + b[CHUNK_AT]
+    gather = 0 + b[GATHER_AT]
+    wanted = u64_at(at + WANTED_AT)[0]
     if op == OP_DATA:
-        segment = _u16(at + _SEGMENT_AT)
+        segment = _u16(at + SEGMENT_AT)
         chunk_bytes = CHUNK_BYTES << (segment >> SEGMENT_INDEX_BITS)
         if length != HEADER_BYTES + chunk_bytes or (flags & ~DATA_FLAGS) != 0:
             return False
@@ -297,7 +298,7 @@ def well_formed(at: U64, length: U64) -> bool:
         start = segment_start(segment & _INDEX, chunk_bytes) + chunk * chunk_bytes
         if chunk * chunk_bytes >= longest or start >= size:
             return False
-        return u64_at(at + _DIGEST_AT)[0] != 0 and gather == 0 and wanted == 0
+        return u64_at(at + DIGEST_AT)[0] != 0 and gather == 0 and wanted == 0
     if op == OP_READ:
         expected = 0 + HEADER_BYTES
         if flags & FLAG_PADDED:
@@ -305,7 +306,7 @@ def well_formed(at: U64, length: U64) -> bool:
         if length != expected or (flags & ~READ_FLAGS) != 0 or wanted == 0:
             return False
         if flags & FLAG_WRITE:
-            code = _u16(at + _SEGMENT_AT) >> SEGMENT_INDEX_BITS
+            code = _u16(at + SEGMENT_AT) >> SEGMENT_INDEX_BITS
             if (flags & (FLAG_PARTIAL | FLAG_PADDED)) != 0 or code != WRITE_CODE:
                 return False
         partial = flags & FLAG_PARTIAL
@@ -322,14 +323,14 @@ def well_formed(at: U64, length: U64) -> bool:
     if op == OP_OFFER:
         if length != HEADER_BYTES + OFFER_BYTES or flags != 0:
             return False
-        if size == 0 or u64_at(at + _DIGEST_AT)[0] == 0:
+        if size == 0 or u64_at(at + DIGEST_AT)[0] == 0:
             return False
         return chunk == 0 and gather == 0 and wanted == 0
     if op == OP_WRITTEN:
-        segment = _u16(at + _SEGMENT_AT)
+        segment = _u16(at + SEGMENT_AT)
         if length != HEADER_BYTES or (flags & ~FLAG_SHARED) != FLAG_WRITE:
             return False
-        if (segment >> SEGMENT_INDEX_BITS) != WRITE_CODE or u64_at(at + _DIGEST_AT)[0] == 0:
+        if (segment >> SEGMENT_INDEX_BITS) != WRITE_CODE or u64_at(at + DIGEST_AT)[0] == 0:
             return False
         if segment_start(segment & _INDEX, CHUNK_BYTES << WRITE_CODE) >= size:
             return False
@@ -414,9 +415,9 @@ def _place_of(t: Table, namespace: U64, key: U64, rest: U64) -> U64:
 @native
 def find_copy(t: Table, at: U64) -> U64:
     """The number of the copy of the block that a datagram is about, plus 1; 0 = none."""
-    namespace = u16_at(at + _NAMESPACE_AT)[0]
-    key = u64_at(at + _KEY_AT)[0]
-    rest = u64_at(at + _KEY_AT + 8)[0]
+    namespace = u16_at(at + NAMESPACE_AT)[0]
+    key = u64_at(at + KEY_AT)[0]
+    rest = u64_at(at + KEY_AT + 8)[0]
     place = _place_of(t, namespace, key, rest)
     while True:
         number = 0 + t.index[place]
@@ -465,8 +466,8 @@ def leave_copy(t: Table, number: U32) -> None:
 @native
 def _is_of(of: Copy, at: U64) -> bool:
     """Whether a well-formed DATA of the copy's block is of this copy, and cut as it is."""
-    same = of.digest == u64_at(at + _DIGEST_AT)[0] and of.size == _u32(at + _SIZE_AT)
-    return same and (_u16(at + _SEGMENT_AT) >> SEGMENT_INDEX_BITS) == of.chunk_code
+    same = of.digest == u64_at(at + DIGEST_AT)[0] and of.size == _u32(at + SIZE_AT)
+    return same and (_u16(at + SEGMENT_AT) >> SEGMENT_INDEX_BITS) == of.chunk_code
 
 
 @native
@@ -485,10 +486,10 @@ def _is_source(of: Copy, node: U64) -> bool:
 def _put(t: Table, to: Copy, at: U64, source: U64) -> None:
     """Put the payload of a well-formed DATA of this copy where it belongs, once, and note it."""
     t.hurry = 1
-    segment = _u16(at + _SEGMENT_AT) & _INDEX
-    chunk = 0 + bytes_at(at)[_CHUNK_AT]
+    segment = _u16(at + SEGMENT_AT) & _INDEX
+    chunk = 0 + bytes_at(at)[CHUNK_AT]
     chunk_bytes = CHUNK_BYTES << to.chunk_code
-    flags = _u16(at + _FLAGS_AT)
+    flags = _u16(at + FLAGS_AT)
     bit = 1 << chunk
     missing = 0 + to.missing[segment]
     added = missing & bit
@@ -504,7 +505,7 @@ def _put(t: Table, to: Copy, at: U64, source: U64) -> None:
     if flags & FLAG_LAST:
         last = _LAST_NEW if added != 0 else _LAST_AGAIN
         flags ^= FLAG_LAST
-    tag = _u32(at + _TAG_AT)
+    tag = _u32(at + TAG_AT)
     if t.arrival_count != 0:
         before = t.arrivals[t.arrival_count - 1]
         same_copy = before.serial == to.serial and before.segment == segment
@@ -532,7 +533,7 @@ def _put(t: Table, to: Copy, at: U64, source: U64) -> None:
 def put_frame(t: Table, number: U32, at: U64, length: U32, source: U32) -> bool:
     """Put one DATA in its place, whoever sent it, if it is well-formed and of the copy of that
     number."""
-    if not well_formed(at, length) or bytes_at(at)[_OP_AT] != OP_DATA:
+    if not well_formed(at, length) or bytes_at(at)[OP_AT] != OP_DATA:
         return False
     if find_copy(t, at) != number + 1:
         return False
@@ -579,11 +580,11 @@ def _take_written(t: Table, at: U64, source: U64) -> bool:
     to = t.copies[number - 1]
     if not _is_of(to, at) or not _is_source(to, source):
         return False
-    segment = _u16(at + _SEGMENT_AT) & _INDEX
+    segment = _u16(at + SEGMENT_AT) & _INDEX
     start = segment_start(segment, CHUNK_BYTES << to.chunk_code)
     missing = 0 + to.missing[segment]
-    tag = _u32(at + _TAG_AT)
-    first = (_u16(at + _NAMESPACE_AT) << 16) ^ tag
+    tag = _u32(at + TAG_AT)
+    first = (_u16(at + NAMESPACE_AT) << 16) ^ tag
     if missing == 0:
         return False
     awaited = call_landing(
@@ -599,7 +600,7 @@ def _take_written(t: Table, at: U64, source: U64) -> bool:
     new.missing = 0
     new.segment = segment
     new.source = source
-    new.flags = _u16(at + _FLAGS_AT)
+    new.flags = _u16(at + FLAGS_AT)
     new.tag = tag
     new.frames = 0
     while missing != 0:
@@ -639,14 +640,14 @@ def _take(t: Table, frame: U64, length: U64, sender: U64) -> bool:
     if source == _NOBODY:
         t.unknown_source += 1
         return False
-    if bytes_at(at)[_OP_AT] == OP_DATA:
+    if bytes_at(at)[OP_AT] == OP_DATA:
         number = find_copy(t, at)
         if number != 0:
             to = t.copies[number - 1]
             if _is_of(to, at) and _is_source(to, source):
                 _put(t, to, at, source)
                 return False
-    elif bytes_at(at)[_OP_AT] == OP_WRITTEN and _take_written(t, at, source):
+    elif bytes_at(at)[OP_AT] == OP_WRITTEN and _take_written(t, at, source):
         return False
     t.frame = at
     t.frame_length = length

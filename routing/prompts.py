@@ -28,7 +28,6 @@ from typing import Any, Final
 
 import msgspec
 import xxhash
-from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.routing.core.hashing import text_chain, token_chain
 from kvcast.routing.core.router import Prompt
 
@@ -74,7 +73,7 @@ class Prompts:
 
     def __init__(self, tokenize: Tokenize | None) -> None:
         self._tokenize = tokenize
-        self._remembered: BoundedMap[int, Sequence[int]] = BoundedMap(REMEMBERED_PROMPTS)
+        self._remembered: dict[int, Sequence[int]] = {}
         self._tokens = 0
         self.counts: Counter[str] = Counter()
 

@@ -53,6 +53,15 @@ def format_size(size_bytes: int) -> str:
     return f"{size_bytes} {_UNITS[power]}iB" if power else f"{size_bytes} bytes"
 
 
+def format_amount(size_bytes: float) -> str:
+    """Bytes, about, in the largest unit that they fill: 3500000 as "3.3 MiB"."""
+    power = 0
+    while size_bytes >= 1024 and power + 1 < len(_UNITS):
+        size_bytes /= 1024
+        power += 1
+    return f"{size_bytes:,.1f} {_UNITS[power]}iB" if power else f"{size_bytes:.0f} B"
+
+
 def number(low: float, high: float = math.inf) -> Callable[[str], float]:
     """A parser of finite numbers within [low, high]."""
     return _bounded(float, "a number", low, high)

@@ -27,6 +27,7 @@ from typing import Final
 
 from kvcast.hostagent.core.cold_known import KnownObjects
 from kvcast.hostagent.core.cold_share import ColdShare
+from kvcast.hostagent.core.headroom import NO_ROOM
 from kvcast.hostagent.core.store import COMMITTED, Copy, Store
 from kvcast.protocol.messages.wire import MAX_BLOCK_BYTES, BlockId, digest_of
 
@@ -36,7 +37,6 @@ MAGIC: Final = b"kvcold\r\n"
 AGAIN_S: Final = 10.0
 """After a listing or a deletion that failed, before the next try."""
 DONE: Final = ""
-NO_ROOM: Final = "no room in DRAM"
 GONE: Final = "not in the object store"
 DAMAGED: Final = "not what was stored"
 

@@ -58,7 +58,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Final
 
-from kvcast.hostagent.core.headroom import Headroom
+from kvcast.hostagent.core.headroom import NO_ROOM, Headroom
 from kvcast.hostagent.core.store import (
     COMMITTED,
     EVICTED,
@@ -98,7 +98,6 @@ _REFUSED_A_ROUND: Final = 64
 
 SSD: Final = "ssd"
 ARENA: Final = "arena"
-NO_ROOM: Final = "no room in DRAM"
 GONE: Final = "not on disk any more"
 DAMAGED: Final = "damaged on disk"
 

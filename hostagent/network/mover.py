@@ -59,13 +59,13 @@ from kvcast.native.subset import (
 )
 from kvcast.protocol.lane import JOB, OFFER_CODE, Job
 from kvcast.protocol.messages.ethernet import FRAME_OVERHEAD_BYTES, Encapsulation
+from kvcast.protocol.messages.offsets import CHUNK_AT, FLAGS_AT
 from kvcast.protocol.messages.wire import (
     CHUNK_BYTES,
     CHUNKINGS,
     CHUNKS_PER_SEGMENT,
     FLAG_LAST,
     HEADER_BYTES,
-    KVCAST,
     MAX_DATAGRAM_BYTES,
     OFFER_BYTES,
     Frame,
@@ -89,8 +89,7 @@ _LEAD: Final = FRAME_OVERHEAD_BYTES
 _LEAD_ROOM: Final = 48
 _SLOT_BYTES: Final = 128
 """Room for a frame's headers."""
-_FLAGS_LOW_AT: Final = KVCAST.offset_of("flags") + 1
-_CHUNK_AT: Final = KVCAST.offset_of("chunk")
+_FLAGS_LOW_AT: Final = FLAGS_AT + 1
 _RAW_BYTES: Final = BATCH * (_LEAD + MAX_DATAGRAM_BYTES)
 
 # errno.h: what says that the kernel, or the interface, has no UDP_SEGMENT
@@ -246,7 +245,7 @@ def make_data(m: Moves, job: Job, chunk: U64, last: U64) -> None:
         copy(at, address_of(m.peers[job.node].leads) + job.chunk_code * _LEAD_ROOM, _LEAD)
     copy(header, address_of(job.header), HEADER_BYTES)
     b = bytes_at(header)
-    b[_CHUNK_AT] = chunk
+    b[CHUNK_AT] = chunk
     if last != 0:
         b[_FLAGS_LOW_AT] = b[_FLAGS_LOW_AT] | FLAG_LAST
     chunk_bytes = CHUNK_BYTES << job.chunk_code

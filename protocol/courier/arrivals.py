@@ -41,20 +41,15 @@ from kvcast.protocol.courier.states import AskedState, become, has_copy, is_conv
 from kvcast.protocol.courier.structures import (
     ASKED_BITS,
     COMPANY,
-    DIGEST_AT,
-    FLAGS_AT,
     FULL,
     HELD_BYTES,
-    KEY_AT,
     LANDING_BOOKED,
     MAX_ASKED,
     MISSED,
     MOST_HOMES,
-    NAMESPACE_AT,
     NO_LANDING,
     NOWHERE,
     SERIAL_BIT,
-    TAG_AT,
     WRONG_DIGEST,
     Asked,
     Courier,
@@ -62,12 +57,21 @@ from kvcast.protocol.courier.structures import (
     call_reset,
     call_update,
 )
+from kvcast.protocol.messages.offsets import (
+    DIGEST_AT,
+    FLAGS_AT,
+    KEY_AT,
+    NAMESPACE_AT,
+    OP_AT,
+    SEGMENT_AT,
+    SIZE_AT,
+    TAG_AT,
+)
 from kvcast.protocol.messages.wire import (
     BUCKETS,
     CHUNK_BYTES,
     FLAG_RESIDENT,
     FLAG_SHARED,
-    KVCAST,
     OP_DATA,
     OP_MISS,
     OP_OFFER,
@@ -85,9 +89,6 @@ from kvcast.protocol.placement import (
 )
 
 _ALL: Final = (1 << 64) - 1
-_OP_AT: Final = KVCAST.offset_of("op")
-_SIZE_AT: Final = KVCAST.offset_of("size")
-_SEGMENT_AT: Final = KVCAST.offset_of("segment")
 
 
 @native
@@ -117,7 +118,7 @@ def frame_came(courier: Courier, at: U64, length: U64, source: U64, now_ns: U64)
     namespace = swap16(u16_at(at + NAMESPACE_AT)[0])
     key = u64_at(at + KEY_AT)[0]
     number = asked_for(courier, namespace, key, u64_at(at + KEY_AT + 8)[0])
-    op = bytes_at(at)[_OP_AT]
+    op = bytes_at(at)[OP_AT]
     if number == MAX_ASKED or op == OP_READ:  # which somebody asks of us
         return False
     courier.frames += 1
@@ -137,7 +138,7 @@ def _answered_elsewhere(
     of its homes they ask, and gives the answer of the one that it has passed on to all."""
     if swap16(u16_at(at + FLAGS_AT)[0]) & FLAG_SHARED == 0:
         return
-    op = bytes_at(at)[_OP_AT]
+    op = bytes_at(at)[OP_AT]
     if op == OP_DATA:
         asked = courier.asked[number]
         home = 0 + asked.home
@@ -154,7 +155,7 @@ def _answered(courier: Courier, number: U64, at: U64, length: U64, now_ns: U64) 
     """The home of a question says something of its block. Of a copy that is chosen all DATA goes
     the short way, and what comes here is of another."""
     asked = courier.asked[number]
-    op = bytes_at(at)[_OP_AT]
+    op = bytes_at(at)[OP_AT]
     if op == OP_MISS and (
         u32_at(at + TAG_AT)[0] == swap32(asked.tag)
         or swap16(u16_at(at + FLAGS_AT)[0]) & FLAG_SHARED != 0  # under the tag of who asked first
@@ -167,8 +168,8 @@ def _answered(courier: Courier, number: U64, at: U64, length: U64, now_ns: U64) 
     if op != OP_DATA or asked.state != AskedState.ASKED:
         return
     t = courier.table[0]
-    segment = swap16(u16_at(at + _SEGMENT_AT)[0])
-    size = swap32(u32_at(at + _SIZE_AT)[0])
+    segment = swap16(u16_at(at + SEGMENT_AT)[0])
+    size = swap32(u32_at(at + SIZE_AT)[0])
     if segment >> SEGMENT_INDEX_BITS != courier.chunk_code:
         return  # asked for at another time
     place = 0 + courier.landing_count

@@ -7,8 +7,6 @@ what comes of them.
 
 from __future__ import annotations
 
-from typing import Final
-
 from kvcast.native.linux import swap16
 from kvcast.native.subset import U64, native, u16_at, u32_at, u64_at
 from kvcast.protocol.conveyor import NODES, REQUESTS, ask_for
@@ -19,22 +17,23 @@ from kvcast.protocol.courier.states import AskedState, become
 from kvcast.protocol.courier.structures import (
     ASKED_BITS,
     COMPANY,
-    DIGEST_AT,
-    FLAGS_AT,
-    KEY_AT,
     MAX_ASKED,
-    NAMESPACE_AT,
     NO_CONVEYOR,
     NOWHERE,
     SERIAL_BIT,
-    TAG_AT,
     Asked,
     Courier,
 )
-from kvcast.protocol.messages.wire import FLAG_PARTIAL, FULL_SEGMENT, KVCAST, SEGMENT_BYTES
+from kvcast.protocol.messages.offsets import (
+    DIGEST_AT,
+    FLAGS_AT,
+    KEY_AT,
+    NAMESPACE_AT,
+    TAG_AT,
+    WANTED_AT,
+)
+from kvcast.protocol.messages.wire import FLAG_PARTIAL, FULL_SEGMENT, SEGMENT_BYTES
 from kvcast.protocol.placement import leave_copy
-
-_WANTED_AT: Final = KVCAST.offset_of("wanted")
 
 
 @native
@@ -90,7 +89,7 @@ def next_read(courier: Courier) -> bool:
                 u64_at(courier.read + KEY_AT)[0] = asked.key
                 u64_at(courier.read + KEY_AT + 8)[0] = asked.rest_of_key
                 u64_at(courier.read + DIGEST_AT)[0] = digest
-                u64_at(courier.read + _WANTED_AT)[0] = swap64(wanted)
+                u64_at(courier.read + WANTED_AT)[0] = swap64(wanted)
                 u32_at(courier.read + TAG_AT)[0] = swap32(asked.tag)
                 courier.read_node = asked.home
                 return True

@@ -12,7 +12,6 @@ from kvcast.native.subset import I32, U16, U32, U64, Ptr, Struct, indirect
 from kvcast.protocol.conveyor import Taker
 from kvcast.protocol.messages import shared
 from kvcast.protocol.messages.questions import MAX_MANY
-from kvcast.protocol.messages.wire import KVCAST
 from kvcast.protocol.placement import Table
 
 MAX_ASKED: Final = 256
@@ -91,11 +90,6 @@ NO_OBJECTION: Final = len(REASONS)
 NO_READ: Final = (1 << 64) - 1
 """The round-trip time of what came without a READ."""
 
-NAMESPACE_AT: Final = KVCAST.offset_of("namespace")
-FLAGS_AT: Final = KVCAST.offset_of("flags")
-KEY_AT: Final = KVCAST.offset_of("key")
-DIGEST_AT: Final = KVCAST.offset_of("digest")
-TAG_AT: Final = KVCAST.offset_of("tag")
 
 NOWHERE: Final = 0xFFFF_FFFF
 """It has no landing place, and its answer goes into no batch."""

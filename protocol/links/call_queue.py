@@ -4,7 +4,7 @@ Owns: whose call is next, by the weights of namespaces (`fair_queue`); what a ca
 those that wait go together in one request. Must not know: connections, or how a call is made.
 
 Calls go together only if they are alike, and while other namespaces' calls wait, in turns of up to
-`TURN_BYTES`. A call that turns out not to be worth making when its turn comes ends then.
+`NAMESPACE_TURN_BYTES`. A call that turns out not to be worth making when its turn comes ends then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ C = TypeVar("C", bound=BulkCall)
 MERGED_WITHIN_S: Final = 1.0
 """Calls go together only if their deadlines are no further apart, since they end together if the
 node does not answer."""
-TURN_BYTES: Final = 4 << 20
+NAMESPACE_TURN_BYTES: Final = 4 << 20
 """Of one namespace's calls in one request, at most, while another's wait."""
 PRESUMED_BYTES: Final = 1 << 16
 """What a get counts for until it is known what it brings; and what a call counts for that moves no
@@ -58,7 +58,7 @@ class CallQueue(FairQueue[C]):
         `over` is told of those that are not worth making, and the outcome."""
         calls: list[C] = []
         size_bytes = 0
-        most_bytes = TURN_BYTES if self.is_contended else MAX_BULK_BYTES
+        most_bytes = NAMESPACE_TURN_BYTES if self.is_contended else MAX_BULK_BYTES
         while (call := self.head(namespace)) is not None and len(calls) < at_most:
             if calls and not _alike(calls[0], call):
                 break

@@ -10,6 +10,7 @@ from kvcast.service.options import parse_options
 from kvcast.service.values import (
     TextError,
     bit_rate,
+    format_amount,
     format_size,
     number,
     parse_name,
@@ -59,6 +60,21 @@ def test_a_size_beyond_what_a_file_can_have_is_refused() -> None:
 )
 def test_a_size_is_shown_in_its_largest_whole_unit(size: int, text: str) -> None:
     assert format_size(size) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (3_500_000, "3.3 MiB"),
+        (5 << 30, "5.0 GiB"),
+        (2000 << 40, "2,000.0 TiB"),
+    ],
+)
+def test_an_amount_is_shown_in_the_largest_unit_that_it_fills(size: int, text: str) -> None:
+    assert format_amount(size) == text
 
 
 @pytest.mark.parametrize("text", ["0.5", "10.1", "nan", "inf", "-inf", "x", ""])
