@@ -148,9 +148,9 @@ def evict(argv: Sequence[str] | None = None) -> int:
 
 
 async def _evict(options: argparse.Namespace) -> int:
+    keys = _keys(options.keys)  # first: while it waits, a signal from before it is not heard
     from kvcast.protocol.messages.local import MAX_KEYS
 
-    keys = _keys(options.keys)
     async with connected(options) as (client, namespace):
         held = 0
         for at in range(0, len(keys), MAX_KEYS):

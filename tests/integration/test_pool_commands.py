@@ -18,7 +18,7 @@ import pytest
 from kvcast.controller.core.placement import place
 from kvcast.protocol.messages.wire import bucket_of
 from kvcast.service.addresses import format_host_port
-from pool_harness import running_pool
+from pool_harness import eventually, running_pool
 
 KVCAST = [sys.executable, "-m", "kvcast.cli.main"]
 
@@ -123,6 +123,39 @@ async def test_a_file_that_one_node_puts_is_got_on_another_and_status_shows_it(
         assert len(json.loads(out)["nodes"]) == 2
 
 
+async def test_a_drain_of_a_full_pool_says_what_the_others_evicted(tmp_path: Path) -> None:
+    """All that was put fits three nodes, and not two."""
+    keys = [bytes([n]) * 14 + n.to_bytes(2, "big") for n in range(1, 201)]
+    flags = {f"node-{n}": ("--arena-bytes=16MiB",) for n in (1, 2, 3)}
+    async with running_pool(tmp_path, 3, replicas=0, node_flags=flags) as (pool, links):
+        http = ("--http", format_host_port(pool.network.http_address))
+        clients = [await link.client() for link in links]
+        namespace = await clients[0].namespace("t", "m", "1", "l")
+        for key in keys:
+            await clients[0].put(namespace, {key: os.urandom(200 << 10)})
+
+        async def evictions() -> int:
+            counted = [await client.stats() for client in (clients[0], clients[2])]
+            return int(sum(one["store_evictions_total"] for one in counted))
+
+        before = 0
+
+        async def heard() -> bool:
+            nonlocal before
+            before = await evictions()
+            told = (await pool.status())["agents"]
+            both = [told.get(node, {}) for node in ("node-1", "node-3")]
+            return sum(one.get("store_evictions_total", 0) for one in both) == before
+
+        await eventually("the controller has heard all that was evicted by puts", heard)
+        code, _, error = await kvcast("agent", "drain", "node-2", *http, "--timeout", "60")
+        assert code == 0, error
+        assert re.search(r"^node-2 holds [0-9.]+ MiB in DRAM, the others have ", error, re.M)
+        evicted = await evictions() - before
+        assert evicted > 0
+        assert f"the other nodes evicted {evicted} blocks (" in error
+
+
 async def test_a_node_that_is_drained_may_go_and_one_that_comes_gets_its_share(
     tmp_path: Path,
 ) -> None:
@@ -133,7 +166,10 @@ async def test_a_node_that_is_drained_may_go_and_one_that_comes_gets_its_share(
         http = ("--http", format_host_port(pool.network.http_address))
         code, _, error = await kvcast("agent", "drain", "node-4", *http)
         assert code == 0
-        assert error.endswith("node-4 is drained: it may be stopped\n")
+        assert error.endswith(
+            "node-4 is drained: it may be stopped\n"
+            "the other nodes evicted nothing from DRAM meanwhile\n"
+        )
         first, reader = await links[0].client(), await links[3].client()
         namespace = await first.namespace("t", "m", "1", "l")
         for key, data in blocks.items():

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -225,15 +226,82 @@ def test_draining_says_what_waits_and_fails_where_something_is_left(
     counts = {"left": left, "total": 12, "failed": failed, "no_room": no_room}
     other = {"left": 0, "total": 0, "failed": 0, "no_room": 0}
     node = {"node_id": "node-1", "draining": True, "alive": True, "placed": placed}
-    nodes = [node | {"handover": counts}, {"node_id": "node-2", "handover": other}]
+    room = {"arena_bytes": 9, "arena_used_bytes": 0, "epoch": 1}
+    peer = {"node_id": "node-2", "draining": False, "alive": True, "placed": True}
+    nodes = [node | {"handover": counts} | room, peer | {"handover": other} | room]
 
     async def ask(_method: str, _path: str, _body: object = None) -> dict[str, object]:
-        return {"nodes": nodes}
+        return {"nodes": nodes, "agents": {}, "epoch": 1}
 
     monkeypatch.setattr(drain, "controller_api", lambda _options: ask)
     ended = drain.main(["node-1", "--timeout", "0.01"])
     assert ended == (1 if placed or failed else 0)
-    assert capsys.readouterr().err.splitlines()[0] == said
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == said
+    if not placed:
+        assert lines[1:] == ["the other nodes evicted nothing from DRAM meanwhile"]
+
+
+def test_a_drain_warns_where_the_others_lack_room_and_says_what_they_evicted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last report comes after the node is drained, and one node evicts nothing."""
+    told = itertools.chain([(10, 5), (11, 5), (11, 5)], itertools.repeat((12, 6)))
+    asked: list[str] = []
+
+    async def ask(method: str, _path: str, _body: object = None) -> dict[str, Any]:
+        if method == "POST":
+            asked.append(method)
+            return {}
+        (evictions, epoch), mib = next(told), 1 << 20
+        handed = {"left": 0, "total": 9, "failed": 0, "no_room": 0}
+        common = {"alive": True, "handover": handed, "arena_bytes": 4 * mib}
+        return {
+            "epoch": 5 if not asked else 6,
+            "nodes": [
+                common
+                | {"node_id": f"node-{n}", "draining": bool(asked) and n == 1, "epoch": epoch}
+                | {"placed": not asked or n != 1, "arena_used_bytes": used * mib}
+                for n, used in ((1, 3), (2, 3), (3, 4))
+            ],
+            "agents": {
+                "node-1": {"store_evictions_total": 99, "store_evicted_bytes_total": 99},
+                "node-2": {
+                    "store_evictions_total": evictions,
+                    "store_evicted_bytes_total": evictions * mib,
+                },
+                "node-3": {"store_evictions_total": 7, "store_evicted_bytes_total": 7},
+            },
+        }
+
+    monkeypatch.setattr(drain, "controller_api", lambda _options: ask)
+    monkeypatch.setattr(drain, "_POLL_S", 0.01)
+    assert drain.main(["node-1"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "node-1 holds 3.0 MiB in DRAM, the others have 1.0 MiB free: they evict for what they lack",
+        "node-1 is drained: it may be stopped",
+        "the other nodes evicted 2 blocks (2.0 MiB) from DRAM meanwhile,"
+        " for what was handed over or put",
+    ]
+
+
+def test_a_drain_that_hears_too_little_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evictions = drain._Evictions("node-1")
+    for count in (3, 5):
+        counted = {"store_evictions_total": count, "store_evicted_bytes_total": count << 20}
+        evictions.heard({"agents": {"node-1": counted, "node-2": counted, "node-3": {}}})
+
+    async def ask(_method: str, _path: str, _body: object = None) -> dict[str, Any]:
+        late = {"node_id": "node-3", "alive": True, "epoch": 1}
+        return {"epoch": 2, "nodes": [late], "agents": {}}
+
+    monkeypatch.setattr(drain, "_POLL_S", 0.01)
+    monkeypatch.setattr(drain, "_REPORTS_S", 0.05)
+    asyncio.run(drain._hear_all(ask, evictions))
+    said = "evicted at least 2 blocks (2.0 MiB) from DRAM meanwhile"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("end", [asyncio.CancelledError, CommandError])
