@@ -454,7 +454,6 @@ class Demand:
     requests: int = 0
     written: int = 0
     remote_reads: int = 0
-    local_reads: int = 0
     _written: set[tuple[str, bytes]] = field(default_factory=set)
     _held: set[tuple[int, str, bytes]] = field(default_factory=set)
     _remote: set[tuple[str, bytes]] = field(default_factory=set)
@@ -470,9 +469,7 @@ class Demand:
             block = (request.namespace, key)
             if block in self._written:
                 for node in request.group or (request.node,):
-                    if (node, *block) in self._held:
-                        self.local_reads += 1
-                    else:
+                    if (node, *block) not in self._held:
                         self.remote_reads += 1
                         self._remote.add(block)
                         self._held.add((node, *block))

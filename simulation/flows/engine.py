@@ -105,7 +105,6 @@ class Outcome:
     """With what is sent again, by estimate, for readers that joined a piece of several segments
     midway."""
     peer_payload_bytes: int
-    delivered_payload_bytes: int
     reads_sent: int
     """READs of segments that reached a switch."""
     switch_passes: int
@@ -115,7 +114,7 @@ class Outcome:
     pending_peak: int
     """Segments waited for at once, at the busiest home's switch."""
     collisions: int
-    """Pieces that met another piece's entry in their place of the pending table."""
+    """Pieces that met another piece's entry in their place of the pending interest table."""
     rounds: int
     unsettled: float
     """Share of the pieces that the last round moved by more than UNSETTLED_NS."""
@@ -575,7 +574,6 @@ class _Run:
             link_bytes=np.rint(carried).astype(np.int64),
             home_payload_bytes=home_payload,
             peer_payload_bytes=int(pieces.payload[from_peer].sum()),
-            delivered_payload_bytes=int(pieces.payload.sum()),
             reads_sent=reads_sent,
             switch_passes=passes + reads_sent,
             joined_pieces=int((~sends).sum()),
@@ -636,7 +634,6 @@ def _nothing(demand: Demand, fabric: Fabric) -> Outcome:
         link_bytes=links,
         home_payload_bytes=0,
         peer_payload_bytes=0,
-        delivered_payload_bytes=0,
         reads_sent=0,
         switch_passes=0,
         joined_pieces=0,

@@ -47,7 +47,6 @@ class Work:
 
     control_messages: int
     digests: int
-    reported_blocks: int
     homes_s: float
     readers_s: float
     controller_s: float
@@ -76,7 +75,6 @@ def work(demand: Demand, outcome: Outcome, span_s: float, costs: ProcessorCosts 
     return Work(
         2 * reports + digests,
         digests,
-        reported,
         float(home_ns.sum()) / NS,
         float(reader_ns.sum()) / NS,
         controller_ns / NS,

@@ -161,11 +161,11 @@ def test_demand_counts_what_must_come_from_elsewhere() -> None:
     keys = chained((), "p", 2)
     demand = Demand()
     demand.add(Request(0, 0.0, 0, keys, "t"))
-    assert (demand.written, demand.remote_reads, demand.local_reads) == (2, 0, 0)
+    assert (demand.written, demand.remote_reads) == (2, 0)
     demand.add(Request(1, 0.0, 1, keys, "t"))
     demand.add(Request(2, 0.0, 1, keys, "t"))
     demand.add(Request(3, 0.0, 0, keys, "t", group=(0, 2, 3)))
-    assert (demand.written, demand.remote_reads, demand.local_reads) == (2, 6, 4)
+    assert (demand.written, demand.remote_reads) == (2, 6)
     assert demand.distinct_remote == 2
 
 
