@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -108,12 +109,23 @@ def standard_input() -> bytes:
     hears of no signal: so it ends at one."""
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, signal.default_int_handler) for number in signals]
+    # A signal is heard however shortly before the wait for more it comes, since it writes here.
+    heard, tells = os.pipe()
+    os.set_blocking(tells, False)
+    told = signal.set_wakeup_fd(tells)
+
+    def piece() -> bytes:
+        select.select((sys.stdin, heard), (), ())
+        return os.read(sys.stdin.fileno(), _PIECE_BYTES)
+
     try:
-        # Piece by piece: to read all at once does not look for signals in between.
-        return b"".join(iter(lambda: os.read(sys.stdin.fileno(), _PIECE_BYTES), b""))
+        return b"".join(iter(piece, b""))
     except KeyboardInterrupt:
         raise asyncio.CancelledError from None
     finally:
+        signal.set_wakeup_fd(told)
+        os.close(heard)
+        os.close(tells)
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)
 
