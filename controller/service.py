@@ -98,8 +98,8 @@ class ControllerService:
             election_id=options.election_id,
             p4info=options.p4info,
             p4blob=options.p4blob,
-            on_ready=self._loop.switch_changed,
-            on_heat=self._loop.heat,
+            switch_changed=self._loop.switch_changed,
+            heat_counted=self._loop.heat,
             tls=options.switch_tls,
         )
         self._agents = AgentLink(

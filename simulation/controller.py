@@ -137,8 +137,8 @@ class ControllerProcess(Process):
             machine._switch,
             machine._election_id,
             slots=machine.options.slots,
-            on_ready=lambda: None if self._dead else self.loop.switch_changed(),
-            on_heat=lambda samples: None if self._dead else self.loop.heat(samples),
+            switch_changed=lambda: None if self._dead else self.loop.switch_changed(),
+            heat_counted=lambda samples: None if self._dead else self.loop.heat(samples),
         )
         self.loop.use(self.switch, self)
         self._sleep()

@@ -174,7 +174,7 @@ class SimSwitch:
         if samples and HEAT_DIGEST in self.holds.digests:
             for connection in self.connections:
                 if connection.primary:
-                    connection.on_heat(samples)
+                    connection.heat_counted(samples)
 
     # --- control plane ----------------------------------------------------------------------
 
@@ -255,18 +255,18 @@ class SwitchConnection:
         election_id: int,
         *,
         slots: int,
-        on_ready: Callable[[], None],
-        on_heat: Callable[[list[HeatSample]], None],
+        switch_changed: Callable[[], None],
+        heat_counted: Callable[[list[HeatSample]], None],
     ) -> None:
         self.mirror: SwitchState | None = None
         self.connected = False
         self.blocked = False
         """The management network between the two is cut."""
-        self.on_heat = on_heat
+        self.heat_counted = heat_counted
         self.election_id = election_id
         self._switch = switch
         self._slots = slots
-        self._on_ready = on_ready
+        self._switch_changed = switch_changed
         self._given_up = False
         switch.connections.append(self)
         self.try_later(CONNECT_S)
@@ -294,7 +294,7 @@ class SwitchConnection:
         if self.connected:
             self.connected = False
             self.mirror = None
-            self._on_ready()
+            self._switch_changed()
             self._tell_all()
             self.try_later(RETRY_S)
 
@@ -319,7 +319,7 @@ class SwitchConnection:
         for connection in self._switch.connections:
             if connection.connected:
                 connection.mirror = None
-                connection._on_ready()
+                connection._switch_changed()
 
     @property
     def primary_id(self) -> int | None:

@@ -95,8 +95,8 @@ def _channel_credentials(tls: SwitchTls) -> fy.GRPCCredentialsTLS:
 class SwitchLink:
     """One switch. `run` keeps the connection; everything else works while `primary` is true.
 
-    `on_ready` is called when the switch must be read anew: after every connection, and when this
-    controller becomes primary or backup. `on_heat` gets every list of heat digests.
+    `switch_changed` is told when the switch must be read anew: after every connection, and when
+    this controller becomes primary or backup. `heat_counted` gets every list of heat digests.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class SwitchLink:
         election_id: int,
         p4info: Path,
         p4blob: Path,
-        on_ready: Callable[[], None],
-        on_heat: Callable[[list[HeatSample]], None],
+        switch_changed: Callable[[], None],
+        heat_counted: Callable[[list[HeatSample]], None],
         tls: SwitchTls | None = None,
     ) -> None:
         self.address = address
@@ -124,8 +124,8 @@ class SwitchLink:
             channel_credentials=None if tls is None else _channel_credentials(tls),
         )
         self._switch: fy.Switch | None = None
-        self._on_ready = on_ready
-        self._on_heat = on_heat
+        self._switch_changed = switch_changed
+        self._heat_counted = heat_counted
 
     @property
     def connected(self) -> bool:
@@ -198,12 +198,12 @@ class SwitchLink:
             if tasks:
                 await asyncio.wait(tasks)
             await switch.__aexit__(None, None, None)
-            self._on_ready()
+            self._switch_changed()
         return True
 
     def _ready(self) -> None:
         self.mirror = None
-        self._on_ready()
+        self._switch_changed()
 
     def _failed(self, error: object) -> None:
         text = (str(error) or repr(error)).splitlines()[0][:300]
@@ -217,7 +217,7 @@ class SwitchLink:
             self.counts["digest_lists"] += 1
             samples = heat_samples(digests)
             self.counts["digests_malformed"] += len(digests) - len(samples)
-            self._on_heat(samples)
+            self._heat_counted(samples)
             if switch.is_primary:
                 with suppress(P4ClientError, AssertionError):
                     await switch.write([digests.ack()])
