@@ -177,7 +177,7 @@ class Request:
 
 @functools.cache
 def colliding_keys() -> tuple[bytes, bytes]:
-    """Two keys with KEY's set in the pending table, and other fingerprints."""
+    """Two keys with KEY's set in the pending interest table, and other fingerprints."""
     mau = Mau("tofino1")
 
     def hashed(key: bytes) -> tuple[int, int]:
