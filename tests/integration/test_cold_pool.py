@@ -230,6 +230,8 @@ class MooncakeHere:
 
 
 def free_port() -> int:
+    """One that nobody has just now. Mooncake's master is to be told its ports, and does not say
+    which it got: so another program may take one before it does."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])

@@ -42,7 +42,9 @@ def test_every_example_is_listed_and_run_here() -> None:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody has."""
+    """The first of so many ports in a row that nobody has just now. The example has fixed ports, so
+    that its reader can type them; they are chosen from `base` on here. Somebody may take one before
+    it does: hardly by chance, since Linux gives out ports from 32,768 up."""
     for base in range(24100, 60000, 50):
         with contextlib.ExitStack() as stack:
             try:
