@@ -164,8 +164,8 @@ def _first_page(report: Numbers) -> str:
             *_what_it_costs(report),
             "",
             f"*Pays* means {worth_it(_error(report)):.2f} times as fast or more. A simulated time "
-            f"may be wrong by {_error(report):.0%}, and errors of that size in both times could "
-            "not make so much of no gain at all.",
+            f"may be wrong by {_error(report):.0%}. Even if both times are, a gain of that size is "
+            "not made of their errors alone.",
             "",
             "## What else decides",
         ]
@@ -234,8 +234,8 @@ def _from_which_size(report: Numbers) -> list[str]:
                 f"**From which size on:** from groups of {size} readers on, if they start within "
                 "10 µs. The size of the cluster decides nothing. What decides is how far apart the "
                 "readers of one block start, beside the time that the block takes on a link (2 MiB "
-                "at 100 Gb/s: 0.17 ms). For gets that are one and a half times as fast, the "
-                "readers may be so far apart, of the distances tried:",
+                "at 100 Gb/s: 0.17 ms). The table has the largest of the distances tried at which "
+                "gets are still one and a half times as fast:",
                 "",
                 table(("readers of a block", *apart), [("apart, at most", *apart.values())]),
             ]
@@ -295,11 +295,12 @@ def _memory_in_short(memory: Sequence[Numbers]) -> str:
         "Of all that such optima answer here:\n\n"
         f"- {parts['value'] / whole:.0%}: the controller's policy answers it, too;\n"
         f"- {parts['before the fill'] / whole:.0%}: reads that come before any controller beside "
-        "the switch can have had the block filled;\n"
-        f"- {parts['the future'] / whole:.0%}: nobody gets it who does not know the future;\n"
-        f"- {parts['another rule'] / whole:.0%}: other rules would have it, if they were told of "
+        "the switch can have the block filled;\n"
+        f"- {parts['the future'] / whole:.0%}: nobody answers it who does not know the future;\n"
+        f"- {parts['another rule'] / whole:.0%}: other rules would answer it, if they were told of "
         "each read at once;\n"
-        f"- {parts['the control loop'] / whole:.0%}: ours would have it, if it were."
+        f"- {parts['the control loop'] / whole:.0%}: our rule would answer it, if it were told of "
+        "each read at once."
     )
 
 

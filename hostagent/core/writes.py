@@ -80,8 +80,9 @@ class _Put:
     have: set[int] = field(default_factory=set)
     """The homes that have it."""
     asked: bool = False
+    """Whether a home was asked to see to it that the heirs get it."""
     handed_on: bool = False
-    """Whether a home was asked to see to it that the heirs get it; and whether one does."""
+    """Whether this node or another home sees to that."""
     acknowledged: bool = False
     refused: str = local.UNAVAILABLE
 

@@ -126,9 +126,9 @@ def compiled() -> _Compiled:
 
 
 class Poster:
-    """Gives a card its orders: at once, or by the thread. `post`: the driver's function; `failed`:
-    told of a queue pair, by the number that came with the order, to which something could not be
-    given, and of an error's number, where that was found out later. On the running loop."""
+    """Gives a card its orders: at once, or by the thread. `post`: the driver's function. `failed`:
+    told, on the running loop, of each order that the thread could not give: the number that came
+    with the order, and the error's number."""
 
     def __init__(self, post: int, failed: Callable[[int, int], None]) -> None:
         self._code = compiled()
