@@ -308,8 +308,8 @@ def _nodes(to: Board) -> None:
 def _tiers(to: Board) -> None:
     of = "kvcast_agent"
     by = "instance"
+    # Of further arenas the first, by which all others get what they have.
     below = {"ssd": "disk", "arena1": "further arena"}
-    """Of further arenas the first, by which all others get what they have."""
 
     def used(tier: str) -> str:
         return f"{of}_{tier}_used_bytes{{{AGENT}}} / {of}_{tier}_bytes{{{AGENT}}}"

@@ -92,7 +92,8 @@ def moves_of(strikes: Sequence[Strike]) -> dict[str, dict[str, Any]]:
 class Faults:
     """The faults of one soak. `recent()` gives namespaces and keys of blocks that are being read,
     the latest last; `patient` are links of the witness's own; `files` by node id are what it has
-    below its DRAM."""
+    below its DRAM. `moved()` is called when a node or an agent has gone or come, before the next
+    does, so that a process is seen however shortly it lives."""
 
     def __init__(
         self,
@@ -103,8 +104,10 @@ class Faults:
         recent: Callable[[], Sequence[tuple[int, bytes]]],
         patient: Sequence[NodeLink],
         files: Mapping[str, Sequence[Path]],
+        moved: Callable[[], None],
     ) -> None:
         assert isinstance(pool.network, TunnelNetwork)
+        self._moved = moved
         self.counts: Counter[str] = Counter()
         """How often each kind struck; of frames and connections, how many."""
         self.left_out: Counter[str] = Counter()
@@ -215,6 +218,8 @@ class Faults:
             self.left_out[fault.kind] += 1
             return False
         self.counts[fault.kind] += counted
+        if fault.kind in kinds.MOVES:
+            self._moved()
         strike = Strike(fault.kind, target, round(began_s, 2), round(self.elapsed(), 2))
         self.strikes.append(strike)
         return True

@@ -256,6 +256,7 @@ class _Soak:
             lambda: list(self._load.recent),
             patient,
             memory.files,
+            self._look,
         )
         self._plan = options.plan or plan.plan(options.seed, self._seconds, options.nodes)
 
@@ -311,7 +312,7 @@ class _Soak:
         next_window, next_line = window_s, _PROGRESS_S
         for number in itertools.count(1):
             at_s = self._faults.elapsed()
-            self._watch.sample(at_s, {**self._pids(), BENCH: os.getpid()})
+            self._look()
             self._loss.read()
             await self._look_after_parts()
             if at_s >= next_window:
@@ -321,6 +322,10 @@ class _Soak:
                 self._tell(self._progress(at_s))
                 next_line += _PROGRESS_S
             await asyncio.sleep(max(0.1, number * sample_s - self._faults.elapsed()))
+
+    def _look(self) -> None:
+        """At every process that runs now."""
+        self._watch.sample(self._faults.elapsed(), {**self._pids(), BENCH: os.getpid()})
 
     def _pids(self) -> dict[str, int | None]:
         """Of an agent that keeps its arena, both it and its supervisor."""

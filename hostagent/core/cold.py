@@ -27,8 +27,7 @@ from typing import Final
 
 from kvcast.hostagent.core.cold_known import KnownObjects
 from kvcast.hostagent.core.cold_share import ColdShare
-from kvcast.hostagent.core.headroom import NO_ROOM
-from kvcast.hostagent.core.store import COMMITTED, Copy, Store
+from kvcast.hostagent.core.store import COMMITTED, NO_ROOM, Copy, Store
 from kvcast.protocol.messages.wire import MAX_BLOCK_BYTES, BlockId, digest_of
 
 HEAD: Final = struct.Struct("<8sQ16sQQd")

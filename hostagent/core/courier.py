@@ -308,7 +308,6 @@ class Courier:
         """By conveyor, what has come of a header (without sockets)."""
         self.pushes: PutsByQuestion | None = None
         self._pauses: BoundedMap[int, Pauses] = BoundedMap(NODES)
-        """Of nodes that had better not be asked for a conveyor."""
         """By node, where a conveyor was not to be had."""
         mine = self._courier
         mine.table = requester.placement.address

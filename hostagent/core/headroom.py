@@ -24,8 +24,6 @@ LEAST_BLOCKS: Final = 2
 MOST_SHARE: Final = 0.25
 SAFETY: Final = 1.5
 HALF_LIFE_S: Final = 600.0
-NO_ROOM: Final = "no room in DRAM"
-"""What a read from below ends with where there was none."""
 RAN_OUT: Final = 1.25
 """What was kept free was too little by this, where there was no room."""
 

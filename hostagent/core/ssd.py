@@ -58,10 +58,11 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Final
 
-from kvcast.hostagent.core.headroom import NO_ROOM, Headroom
+from kvcast.hostagent.core.headroom import Headroom
 from kvcast.hostagent.core.store import (
     COMMITTED,
     EVICTED,
+    NO_ROOM,
     Copy,
     StaleReservationError,
     Store,

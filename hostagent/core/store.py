@@ -76,6 +76,8 @@ MAX_GONE_KNOWN: Final = 16384
 _EXPIRED: Final = -1
 EVICTED: Final = "evicted"
 EXPIRED: Final = "expired"
+NO_ROOM: Final = "no room in DRAM"
+"""What a read from a lower tier ends with where there was none."""
 
 
 MOST_ASSURED: Final = 0.9

@@ -11,8 +11,9 @@ at once, so no size class keeps memory that it does not use. Every operation is 
 Fragmentation, stated: classes are a quarter of an octave apart below an eighth of a slab
 (at most 20 % of an extent is rounding), and 1/8, 1/7 … 1/1 of a slab above (at most 50 %, just
 over half a slab); a run wastes less than one slab. A run of n slabs is found at once if a free
-run of 2^ceil(log2 n) exists, else among the first 16 runs of the size below; so an allocation
-may fail with enough bytes free but scattered, and the store then evicts until it fits.
+run of 2^ceil(log2 n) exists, else among the first 16 runs of the size below, or among all
+(`thorough`). An allocation may fail with enough bytes free but scattered; the store then evicts
+what lies between.
 """
 
 from __future__ import annotations

@@ -41,11 +41,12 @@ from kvcast.hostagent.tiers.arena import (
 from kvcast.hostagent.tiers.huge_pages import why_no_room
 from kvcast.hostagent.tiers.index import buckets_for
 from kvcast.hostagent.tiers.ledger import LEDGER_BYTES
-from kvcast.hostagent.tiers.ssd.layout import MAX_OWNER_BYTES
 from kvcast.protocol.messages import shared
 
 log = logging.getLogger(__name__)
 
+MAX_OWNER_BYTES: Final = 1024
+"""Of what says whose a kept arena is; the rest is left out."""
 _OPEN: Final = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _OWNER_OFFSET: Final = shared.KEPT_OFFSET + shared.KEPT.size
 _TRIES: Final = 8

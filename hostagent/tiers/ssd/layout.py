@@ -48,7 +48,7 @@ UNIT_BYTES: Final = 16384
 SLAB_BYTES: Final = 16 << 20
 FORMAT: Final = 1
 MAX_OWNER_BYTES: Final = 1024
-"""Of what says whose something is; the rest is left out."""
+"""Of what says whose a file is; the rest is left out."""
 MAX_ORDER: Final = 1 << 62
 """Of commits: no agent comes so far, and those after an entry that says so must be written, too."""
 _MAGIC: Final = b"kvcssd\r\n"
