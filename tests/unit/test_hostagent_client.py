@@ -17,12 +17,14 @@ from unittest import mock
 
 import pytest
 import pytest_asyncio
-from kvcast.hostagent.client import AgentGoneError, AsyncClient, BusyError
+from kvcast.hostagent.client import AgentGoneError, AsyncClient, BusyError, Client
 from kvcast.hostagent.client.blocks import Reservation
-from kvcast.hostagent.client.conversation import Conversation
+from kvcast.hostagent.client.conversation import RETRY_S, Conversation
+from kvcast.protocol.links.backoff import Backoff
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.framing import MessageCodec
 from kvcast.protocol.messages.questions import ANSWER, GIVEN
+from patience import PATIENCE_S
 
 ARENA_BYTES = 1 << 20
 _SILENCE_S = 60.0
@@ -209,6 +211,51 @@ async def test_what_is_released_while_a_client_comes_back_is_heard_of(tmp_path: 
     *_, release = await agent.hear(local.Release)
     assert release.handles == [77]
     await client.close()
+    agent.close()
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["asynchronous", "blocking"])
+async def test_an_agent_that_is_away_is_looked_for_after_ever_longer_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: bool
+) -> None:
+    waits: list[float] = []
+    longer = Backoff.next_pause_s
+
+    def next_pause_s(backoff: Backoff) -> float:
+        waits.append(longer(backoff))
+        return waits[-1]
+
+    monkeypatch.setattr(Backoff, "next_pause_s", next_pause_s)
+    path = tmp_path / "agent.sock"
+    agent = SlowAgent(path)
+    welcoming = asyncio.create_task(agent.welcome(b"token"))
+    client: Client | AsyncClient
+    if blocks:
+        client = await asyncio.to_thread(Client, str(path))
+        calling = asyncio.create_task(asyncio.to_thread(client.stats))
+    else:
+        client = await AsyncClient.connect(str(path))
+        calling = asyncio.create_task(client.stats())
+    await welcoming
+    agent.close()
+    path.unlink()
+    end = asyncio.get_running_loop().time() + PATIENCE_S
+    while len(waits) < 4:
+        assert asyncio.get_running_loop().time() < end
+        await asyncio.sleep(0.01)
+    agent = SlowAgent(path)
+    hello = await agent.accept()
+    assert hello.resume is not None
+    version, resumed = local.LOCAL_PROTOCOL_VERSION, True
+    await agent.say(local.Welcome(version, "node-1", 0, token=b"token", resumed=resumed))
+    *_, asked = await agent.hear(local.GetStats)
+    await agent.say(local.Stats(asked.request, {"blocks": 3.0}))
+    assert await calling == {"blocks": 3.0}
+    assert waits[:4] == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S, 8 * RETRY_S]
+    if isinstance(client, Client):
+        client.close()
+    else:
+        await client.close()
     agent.close()
 
 
