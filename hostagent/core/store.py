@@ -1286,8 +1286,7 @@ class Store:
         last_use = inf
         while victim is not None and victim.used_at < last_use:
             slab = victim.offset // self.allocator.slab_bytes
-            tried = len(self._passed_over)
-            if slab in self._passed_over or tried == (_SLABS_TRIED if victims else _VICTIMS_TRIED):
+            if slab in self._passed_over or len(self._passed_over) == _SLABS_TRIED:
                 break
             self._passed_over.add(slab)
             together = self._together_with(victim, wanted_bytes)
