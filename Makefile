@@ -86,11 +86,11 @@ demo: $(STAMP) ## eight inference nodes read the same prefixes, plainly and thro
 	@$(BIN)/kvcast demo --out kvcast-out
 
 check: setup lint ## lint, types and the tests that are quick: what to run while you work
-	@$(BIN)/python -m pytest --numprocesses $(WORKERS) -m 'not slow and not alone' \
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not slow and not alone' \
 	    tests/unit tests/property tests/stf tests/simulation
 
 test: setup setup-shell lint ## lint, types and all tests; what needs root or BMv2 skips without
-	@$(BIN)/python -m pytest --numprocesses $(WORKERS) -m 'not alone'
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not alone'
 	@$(BIN)/python -m pytest -m alone
 
 test-engines: setup-engines ## engines share a pool: the same tokens, in time, whatever fails (11 minutes)

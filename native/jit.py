@@ -1,9 +1,10 @@
 """IR text to running machine code, with compiled code kept on disk.
 
-Owns LLVM's set-up, the passes, and the cache: one file of object code for each key, in
-$XDG_CACHE_HOME/kvcast/native (or ~/.cache/...), written whole (rename) and readable by its
-owner only. A file is `MAGIC, SHA-256 of the rest, object code`; one that does not agree, or belongs
-to somebody else, is compiled anew. Must not know P4.
+Owns LLVM's set-up, the passes, and the cache: one file of object code for each key (`.o`), and one
+that names it for each state of the sources (`.of`), in $XDG_CACHE_HOME/kvcast/native (or
+~/.cache/...), written whole (rename) and readable by its owner only. A file is `MAGIC, SHA-256 of
+the rest, object code`; one that does not agree, or belongs to somebody else, is made anew. Must
+not know P4.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ log = logging.getLogger("kvcast.native.jit")
 
 MAGIC = b"kvcast object 1\n"
 MAX_CACHED = 512
-"""Files in the cache, of at most some 40 KB; the least recently used go. An agent loads two dozen,
-a switch one for each program."""
+"""Files of a kind in the cache, of at most some 40 KB; the least recently used go. An agent loads
+two dozen, a switch one for each program."""
 PROCESSOR_VARIABLE = "KVCAST_NATIVE_PROCESSOR"
 """LLVM's name of the processor to compile for, where it is not to be this one with all that it can
 do: machines that are alike, or emulated, then run what another has compiled."""
@@ -134,17 +135,54 @@ def load(
     """
     if cache_folder is None:
         return Library(_compile(text), exports)
-    name = hashlib.sha256(f"{machine()}\n{key}".encode()).hexdigest()
-    path = cache_folder / f"{name}.o"
+    path = cache_folder / f"{_name(key)}.o"
+    found = _load(path, exports)
+    if found is not None:
+        return found
+    code = _compile(text)
+    _write(path, code)
+    return Library(code, exports)
+
+
+def load_made(
+    sources: str | None,
+    make: Callable[[], Callable[[str, str], str]],
+    exports: Sequence[str],
+    cache_folder: Path | None,
+) -> Library:
+    """The library whose IR is made by `make()(triple, data layout)`.
+
+    Making IR takes longer than loading code, so it is made only if the cache does not know yet
+    which code belongs to these `sources` (whatever decides on the IR; None = not known). Sources
+    that differ in nothing that matters share the code.
+    """
+    link = None
+    if cache_folder is not None and sources is not None:
+        link = cache_folder / f"{_name(sources)}.of"
+        name = _read(link)
+        found = None if name is None else _load(cache_folder / name.decode(), exports)
+        if found is not None:
+            return found
+    text = make()
+    key = text("", "")
+    library = load(key, text, exports, cache_folder)
+    if link is not None:
+        _write(link, f"{_name(key)}.o".encode())
+    return library
+
+
+def _name(key: str) -> str:
+    return hashlib.sha256(f"{machine()}\n{key}".encode()).hexdigest()
+
+
+def _load(path: Path, exports: Sequence[str]) -> Library | None:
     code = _read(path)
     if code is not None:
         try:
             return Library(code, exports)
         except RuntimeError as error:
             log.warning("compiled code in the cache does not load: %s", error)
-    code = _compile(text)
-    _write(path, code)
-    return Library(code, exports)
+    return None
 
 
 def default_cache() -> Path | None:
@@ -196,8 +234,9 @@ def _write(path: Path, code: bytes) -> None:
 
 
 def _evict(folder: Path) -> None:
-    for old in sorted(folder.glob("*.o"), key=_used_at)[:-MAX_CACHED]:
-        old.unlink(missing_ok=True)
+    for kind in ("*.o", "*.of"):
+        for old in sorted(folder.glob(kind), key=_used_at)[:-MAX_CACHED]:
+            old.unlink(missing_ok=True)
 
 
 def _used_at(path: Path) -> float:

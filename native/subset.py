@@ -36,6 +36,7 @@ from functools import cache
 from typing import Annotated, Any, Generic, NoReturn, ParamSpec, Self, TypeVar
 
 from kvcast.native import jit
+from kvcast.native.sources import sources_of
 from kvcast.native.writer import (
     FALSE,
     NULL,
@@ -873,9 +874,10 @@ class Library:
     runs); `address` is for compiled code. Valid as long as the library is alive."""
 
     def __init__(self, *roots: Callable[..., Any]) -> None:
-        module = module_of(roots)
         names = [function.__name__ for function in roots]
-        self._loaded = jit.load(module.text("", ""), module.text, names, jit.default_cache())
+        self._loaded = jit.load_made(
+            sources_of(roots), lambda: module_of(roots).text, names, jit.default_cache()
+        )
 
     def address(self, function: Callable[..., Any]) -> int:
         return self._loaded.addresses[function.__name__]

@@ -319,7 +319,8 @@ class Stand:
         for number, answer in self.courier.take_answers():
             self._told(self.numbers.index(number), answer)
         self.courier.check()
-        for found in (known, self.left_behind()):
+        now_known = self.left_behind()
+        for found in (known,) if now_known is known else (known, now_known):
             for session, held in zip(self.sessions, self.held, strict=True):
                 for handle, (block, offset, _) in held.items():
                     row = found.get((session.number, handle))

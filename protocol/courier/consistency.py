@@ -6,6 +6,7 @@ Owns: the look at all of them, in Python. Must not know: what happened.
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any, Final
 
@@ -27,6 +28,7 @@ from kvcast.protocol.courier.structures import (
 from kvcast.protocol.messages.wire import FLAG_SHARED
 from kvcast.protocol.placement import Copy, Table
 
+_NUMBERS: Final = frozenset(range(MAX_ASKED))
 _HAS_LANDING: Final = (
     *(AskedState.RECEIVING, AskedState.GAPPED),
     *(AskedState.UNOFFERED, AskedState.CONVEYED),
@@ -41,7 +43,7 @@ def check(courier: Any, clients: Collection[int]) -> None:
         raise AssertionError(f"a question that is {change}")
     asked = _at(courier.asked, Asked, MAX_ASKED)
     free = (ctypes.c_uint32 * MAX_ASKED).from_address(courier.free)[: courier.free_count]
-    in_use = sorted(set(range(MAX_ASKED)).difference(free))
+    in_use = sorted(_NUMBERS.difference(free))
     assert len(in_use) == MAX_ASKED - len(free) == courier.in_flight, f"in flight: {in_use}"
     for number in in_use:
         try:
@@ -55,7 +57,7 @@ def check(courier: Any, clients: Collection[int]) -> None:
     taken = [each.landing for each in mine if each.landing != NOWHERE]
     assert len(set(taken)) == len(taken), f"landing places of two: {taken}"
     heads = (ctypes.c_uint32 * HEADS).from_address(courier.heads)[:]
-    found = sorted(n for head in heads if head for n in _alike(asked, head))
+    found = sorted(n for head in filter(None, heads) for n in _alike(asked, head))
     entered = [number for number in in_use if asked[number].state != AskedState.JOINED]
     assert found == entered, f"{found} are found by their keys, not {entered}"
     for client in clients:
@@ -63,8 +65,9 @@ def check(courier: Any, clients: Collection[int]) -> None:
         promised = [each.promised for each in mine if each.client == client]
         told = (who.asked, who.promised_bytes)
         assert told == (len(promised), sum(promised)), f"client {client}: {told}, not {promised}"
-    for number, batch in enumerate(_at(courier.batches, Batch, BATCHES)):
-        left = sum(each.batch == number for each in mine)
+    batches = _at(courier.batches, Batch, BATCHES)
+    for number, left in Counter(each.batch for each in mine if each.batch != NOWHERE).items():
+        batch = batches[number]
         assert left <= batch.left * batch.open, f"batch {number} waits for {batch.left} of {left}"
 
 
