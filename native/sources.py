@@ -28,7 +28,8 @@ def sources_of(roots: Sequence[Callable[..., Any]]) -> str | None:
     read, and so nothing is known."""
     digest = hashlib.sha256(sys.version.encode())
     functions = list(_closure(roots))
-    modules = {name for name in sys.modules if name.startswith("kvcast.")}
+    # Other threads may import meanwhile.
+    modules = {name for name in tuple(sys.modules) if name.startswith("kvcast.")}
     for name in sorted(modules | {function.__module__ for function in functions}):
         file = getattr(sys.modules.get(name), "__file__", None)
         if file is None:

@@ -163,14 +163,14 @@ class KvcastStore(Store):
         return {"socket": str(self.pool.sockets[STAR.hosts[side].node_id])}
 
 
-def make_pool(link: Link) -> Pool:
+def make_pool(link: Link, arena_bytes: int = ARENA_BYTES) -> Pool:
     """The pool that is measured, not started yet. Agents wait as long as they do by default, since
-    no switch in software is on the way."""
+    no switch in software is on the way. Each has all of its arena in memory before it serves."""
     defaults = RequesterConfig()
     options = PoolOptions(
         admit="off",
         replicas=0,
-        arena_bytes=ARENA_BYTES,
+        arena_bytes=arena_bytes,
         lease_s=_LEASE_S,
         agent_flags=(
             "--arena-reserve",

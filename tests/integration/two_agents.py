@@ -23,6 +23,8 @@ from kvcast.topologies.pool import Pool
 
 HOME, OTHER = (STAR.hosts[side].node_id for side in (HOLDER_SIDE, READER_SIDE))
 PATIENCE_S = 20.0
+ARENA_BYTES = 128 << 20
+"""Whatever one test puts has room."""
 
 
 def on_a_pool(
@@ -32,7 +34,7 @@ def on_a_pool(
     a disk, and an arena of that size above it."""
 
     async def within() -> None:
-        pool = make_pool(LoopbackLink())
+        pool = make_pool(LoopbackLink(), ARENA_BYTES)
         with tempfile.TemporaryDirectory() as folder:
             if arena_of_disks:
                 flags = f"--arena-bytes={arena_of_disks}", "--ssd-bytes=256m"
