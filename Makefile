@@ -9,13 +9,15 @@ SHELL_VENV := .venv-p4rt-shell
 ENGINES_VENV := .venv-engines
 # Tests wait for processes and sockets, too: one worker more than there are processors.
 WORKERS ?= $(shell expr $$(nproc) + 1)
+# A worker that is done takes over from others: tests that take long lie side by side.
+IN_PARALLEL := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 PACKAGES := bench cli controller hostagent native p4 protocol routing service simulation switchsim topologies workloads
 FILES := $(shell find $(PACKAGES) -name '*.py' -o -name 'py.typed' | sort)
 
 # Tests start hundreds of processes: each would compile all of kvcast where its bytecode is not kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-shell setup-engines setup-engine-peers demo check test test-engines test-rdma lint format p4 clean
+.PHONY: help setup setup-shell setup-engines setup-engine-peers demo check test test-mutations test-engines test-rdma lint format p4 clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -86,12 +88,15 @@ demo: $(STAMP) ## eight inference nodes read the same prefixes, plainly and thro
 	@$(BIN)/kvcast demo --out kvcast-out
 
 check: setup lint ## lint, types and the tests that are quick: what to run while you work
-	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not slow and not alone' \
-	    tests/unit tests/property tests/stf tests/simulation
+	@$(IN_PARALLEL) -m 'not slow and not alone' tests/unit tests/property tests/stf tests/simulation
 
-test: setup setup-shell lint ## lint, types and all tests; what needs root or BMv2 skips without
-	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not alone'
+test: setup setup-shell lint ## lint, types and all tests but those below; what needs root or BMv2 skips without
+	@$(IN_PARALLEL) -m 'not alone and not mutation'
 	@$(BIN)/python -m pytest -m alone
+
+# The same tests once more, on a product that has lost a defence or has got a bug.
+test-mutations: setup ## would the tests notice? defences are taken out and bugs are planted, one at a time
+	@$(IN_PARALLEL) -m mutation
 
 test-engines: setup-engines ## engines share a pool: the same tokens, in time, whatever fails (11 minutes)
 	@KVCAST_TEST_ENGINES=1 $(BIN)/python -m pytest tests/engines

@@ -18,7 +18,7 @@ from defence_mutations import MUTATIONS, Mutation
 from mutation_runner import ROOT, Report, Runner, node_id_of, running
 from test_security_table import rows
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.mutation]
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ ENGINE = ENGINES[next(iter(ENGINES))]
 
 
 @pytest.mark.slow
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name: str) -> None:
     bug = BUGS[name]
@@ -36,6 +37,7 @@ def product() -> Product:
 
 
 @pytest.mark.slow
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("seed", "features"),
     sorted(
