@@ -147,7 +147,7 @@ function show(status, decisions, worth) {
   if (samples.length > KEPT) samples.shift();
   summary(status);
   tiles(status, before, now);
-  chart();
+  chart(status, now);
   nodes(status, before, now);
   switchTables(status);
   worthText(worth);
@@ -187,10 +187,15 @@ function tiles(status, before, now) {
   }));
 }
 
+// Where blocks come from in this pool: memory that no node has is left out, unless some came from it.
+const sources = (status, now) => TIERS.filter((tier) => !(tier in MEMORIES)
+  || status.nodes.some((node) => node.tiers[tier])
+  || Object.values(now.agents).some(hits(tier)));
+
 // Stacked areas: one a tier, and on top what was not found.
-function chart() {
+function chart(status, now) {
   const width = 1000, height = 160, top = 16, bottom = 4;
-  const layers = [...TIERS, "missed"];
+  const layers = [...sources(status, now), "missed"];
   const points = samples.slice(1).map((after, at) =>
     layers.map((layer) => poolRate(samples[at], after, hits(layer))));
   const highest = Math.max(1, ...points.map(sum));
@@ -272,16 +277,17 @@ const load = (node) => node.link_bits_per_s ? `${count(100 * node.load)} %` : "â
 function nodes(status, before, now) {
   const sorted = [...status.nodes].sort((one, other) => one.switch_port - other.switch_port);
   const memories = Object.keys(MEMORIES).filter((tier) => sorted.some((node) => node.tiers[tier]));
+  const layers = [...sources(status, now), "missed"];
   fill($("nodes"),
     [left("node"), "port", left("state"), "buckets", "blocks",
       ...memories.map((tier) => MEMORIES[tier]),
-      ...TIERS, "missed", "p50 ms", "p99 ms", "sent MiB/s", "link"],
+      ...layers, "p50 ms", "p99 ms", "sent MiB/s", "link"],
     sorted.map((node) => {
       const counters = now.agents[node.node_id] || {};
       return [
         left(node.node_id), node.switch_port, state(node), count(node.buckets), count(node.blocks),
         ...memories.map((tier) => memory(node.tiers[tier])),
-        ...[...TIERS, "missed"].map((tier) => count(hits(tier)(counters))),
+        ...layers.map((layer) => count(hits(layer)(counters))),
         ms(counters, 0.5), ms(counters, 0.99), mib(rate(before, now, node.node_id, sent)),
         load(node),
       ];
