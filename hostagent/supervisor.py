@@ -35,6 +35,7 @@ from enum import Enum
 from typing import Any, Final
 
 import msgspec
+from kvcast.hostagent.agent_process import CAN_GIVE_WAY, AgentEvent, AgentProcess, AgentState
 from kvcast.hostagent.death_watch import DeathWatch
 from kvcast.hostagent.network import lander
 from kvcast.hostagent.network.compiled import have_ready
@@ -46,6 +47,7 @@ from kvcast.hostagent.options import RDMA_OFF, Options
 from kvcast.hostagent.standing import Standing, kept_options, stand_up
 from kvcast.hostagent.tiers.arena import ArenaError
 from kvcast.hostagent.tiers.kept import from_descriptors
+from kvcast.protocol.impossible import ImpossibleEventError
 from kvcast.protocol.links.backoff import pause_after
 from kvcast.protocol.messages import control, local
 from kvcast.protocol.messages.shared import INDEX_LAYOUT
@@ -229,25 +231,6 @@ class Place:
                 selector.close()
 
 
-@dataclass
-class _Agent:
-    """The process that runs now, and our end of its pipe."""
-
-    pid: int
-    pidfd: int
-    pipe: socket.socket
-    watch: DeathWatch
-    started_at: float
-    ready: bool = False
-    ending: bool = False
-    """It said that it ends."""
-    ended: bool = False
-    """It runs no more; its memory may still be taken apart, unless a card reaches into that."""
-    reaped: bool = False
-    code: int = -signal.SIGKILL
-    """Its exit status, or the signal that ended it, below 0."""
-
-
 class _Post(Enum):
     """Whose it is to have an agent here."""
 
@@ -260,7 +243,13 @@ class _Post(Enum):
 
 @dataclass
 class Supervisor:
-    """See the module's text."""
+    """See the module's text.
+
+    What cannot happen to an agent (`agent_process`) is logged as an error, and left out: the agent
+    stays in the state that it is in, nothing is done, and who told of it is not asked again. That
+    is safe, since the pidfd of an agent that ends comes in every state but the last: whatever was
+    left out before, another agent is started then.
+    """
 
     options: Options
     run: Run
@@ -271,7 +260,7 @@ class Supervisor:
     stopping: bool = False
     quick_deaths: int = 0
     _post: _Post = _Post.KEPT
-    _agent: _Agent | None = None
+    _agent: AgentProcess | None = None
     _asking: list[socket.socket] = field(default_factory=list)
 
     def main(self, told: Callable[[], None] = lambda: None) -> int:
@@ -300,7 +289,7 @@ class Supervisor:
                     self._wait(max(0.0, self.deadline - time.monotonic()))
                     if time.monotonic() > self.deadline and not self.announced:
                         log.error("the new agent is not ready in time")
-                        os.kill(agent.pid, signal.SIGKILL)
+                        agent.signal(signal.SIGKILL)
                         self.deadline = None
                 status = self._over(agent)
                 if status is not None:
@@ -321,7 +310,9 @@ class Supervisor:
 
     def _wait(self, timeout_s: float | None) -> None:
         for key, _ in self._selector.select(timeout_s):
-            if key.fd in self._selector.get_map():
+            # What was done about the one before may have closed this one, and its number may be
+            # another's already.
+            if self._selector.get_map().get(key.fd) is key:
                 key.data()
 
     # --- agents ---------------------------------------------------------------------------------
@@ -340,11 +331,12 @@ class Supervisor:
             self._be_the_agent(theirs, watch)
         theirs.close()
         self.standing.kept.found = True
-        agent = self._agent = _Agent(pid, os.pidfd_open(pid), ours, watch, time.monotonic())
+        agent = AgentProcess(pid, os.pidfd_open(pid), ours, watch, time.monotonic())
+        self._agent = agent
         ours.setblocking(False)
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._heard_from(agent))
-        self._selector.register(agent.pidfd, selectors.EVENT_READ, lambda: self._reap(agent))
-        self._selector.register(watch.fd, selectors.EVENT_READ, lambda: self._died(agent))
+        self._selector.register(agent.pidfd, selectors.EVENT_READ, lambda: self._gone(agent))
+        self._selector.register(watch.fd, selectors.EVENT_READ, lambda: self._stopped(agent))
 
     def _be_the_agent(self, pipe: socket.socket, watch: DeathWatch) -> None:
         """In the child: never returns."""
@@ -371,7 +363,16 @@ class Supervisor:
                 pipe.send(msgspec.msgpack.encode(_Ending()))
             os._exit(status)
 
-    def _heard_from(self, agent: _Agent) -> None:
+    def _happens(self, agent: AgentProcess, event: AgentEvent) -> bool:
+        """Whether that can happen to the agent; then it has."""
+        try:
+            agent.happen(event)
+        except ImpossibleEventError:
+            log.exception("this cannot be, and is left out")
+            return False
+        return True
+
+    def _heard_from(self, agent: AgentProcess) -> None:
         """Take what an agent says of its clients."""
         while True:
             try:
@@ -386,13 +387,13 @@ class Supervisor:
                 return
             word = _Word.decode(data)
             if isinstance(word, _Ending):
-                agent.ending = True
+                self._happens(agent, AgentEvent.LAST_WORD)
                 continue
             if isinstance(word, _Ready):
-                agent.ready = True
-                if not word.card:
-                    agent.watch.start()
-                self._is_ready(agent, word.facts)
+                if self._happens(agent, AgentEvent.READY):
+                    if not word.card:
+                        agent.watch.start()
+                    self._is_ready(agent, word.facts)
                 continue
             self._forget(word.number)
             if isinstance(word, _Joined) and fds:  # none where we are out of descriptors
@@ -402,14 +403,14 @@ class Supervisor:
                     word.number, word.token, connection, region_fd, word.read_only
                 )
 
-    def _is_ready(self, agent: _Agent, facts: dict[str, Any]) -> None:
+    def _is_ready(self, agent: AgentProcess, facts: dict[str, Any]) -> None:
         """Let the agent serve, if nobody else does."""
         if not self.announced:
             try:
                 self._told()
             except OSError as error:
                 log.error("the supervisor before has not waited for this one: %s", error)
-                os.kill(agent.pid, signal.SIGKILL)
+                agent.signal(signal.SIGKILL)
                 return
             self.announced = True
             announce_ready(**{**facts, "pid": os.getpid(), "agent_pid": agent.pid})
@@ -423,30 +424,43 @@ class Supervisor:
             if client.region_fd is not None:
                 os.close(client.region_fd)
 
-    def _died(self, agent: _Agent) -> None:
+    def _stopped(self, agent: AgentProcess) -> None:
         """It runs no more."""
-        self._selector.unregister(agent.watch.fd)
-        agent.watch.close()
-        self._heard_from(agent)  # what it still said
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(agent.pipe)
-        agent.pipe.close()
-        agent.ended = True
-        if agent.ending:
-            while not agent.reaped:  # it is about to say how it ended
-                self._wait(None)
+        if not agent.ended:
+            self._heard_from(agent)  # what it still said
+        if not self._happens(agent, AgentEvent.STOPPED):
+            if not agent.ended:
+                self._selector.unregister(agent.watch.fd)  # or it would tell for ever
+            return
+        self._let_go(agent)
+        while agent.state is AgentState.EXITING:  # it is about to say how it ended
+            self._wait(None)
 
-    def _reap(self, agent: _Agent) -> None:
+    def _gone(self, agent: AgentProcess) -> None:
         """Nothing is left of it."""
+        is_open = not agent.ended
+        if is_open:
+            # Before its status is taken and the death watch is closed: what it says may have that
+            # watch started, and it killed, by a number which is still its own.
+            self._heard_from(agent)
+        if not self._happens(agent, AgentEvent.GONE):
+            return
         _, status = os.waitpid(agent.pid, 0)
         agent.code = os.waitstatus_to_exitcode(status)
-        agent.reaped = True
         self._selector.unregister(agent.pidfd)
         os.close(agent.pidfd)
-        if not agent.ended:
-            self._died(agent)
+        if is_open:
+            self._let_go(agent)
 
-    def _over(self, agent: _Agent) -> int | None:
+    def _let_go(self, agent: AgentProcess) -> None:
+        """It has said all that it will."""
+        for end in (agent.pipe, agent.watch.fd):
+            with contextlib.suppress(KeyError):  # it was not to be heard again
+                self._selector.unregister(end)
+        agent.pipe.close()
+        agent.watch.close()
+
+    def _over(self, agent: AgentProcess) -> int | None:
         """The agent has ended: our exit status, or None to start another."""
         code = agent.code
         if self._post is _Post.LEFT:
@@ -481,7 +495,7 @@ class Supervisor:
                 continue
             agent = self._agent
             if agent is not None and not agent.ended:
-                os.kill(agent.pid, signal.SIGHUP if number == signal.SIGHUP else signal.SIGTERM)
+                agent.signal(signal.SIGHUP if number == signal.SIGHUP else signal.SIGTERM)
 
     # --- giving way -------------------------------------------------------------------------------
 
@@ -516,7 +530,7 @@ class Supervisor:
             while not agent.ended:
                 self._wait(max(0.0, deadline - time.monotonic()))
                 if time.monotonic() > deadline:
-                    os.kill(agent.pid, signal.SIGKILL)
+                    agent.signal(signal.SIGKILL)
                     deadline += HAND_OVER_S
             self._hand_over(peer)
             if not isinstance(_Question.decode(peer.recv(_MAX_WORD_BYTES)), _Serving):
@@ -541,7 +555,7 @@ class Supervisor:
         if asked != mine:
             return f"{asked.owner}, {asked.arena_path}: this is {mine.owner}, {mine.arena_path}"
         agent = self._agent
-        if self._post is not _Post.KEPT or agent is None or agent.ended or not agent.ready:
+        if self._post is not _Post.KEPT or agent is None or agent.state not in CAN_GIVE_WAY:
             return "no agent serves just now; try again"
         return ""
 

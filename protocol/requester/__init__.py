@@ -1,5 +1,6 @@
 """The requester: fetches blocks from their homes. Start at `requester`, which has the map."""
 
+from kvcast.protocol.impossible import ImpossibleEventError
 from kvcast.protocol.requester.events import (
     Allocate,
     BulkCopy,
@@ -18,7 +19,7 @@ from kvcast.protocol.requester.events import (
     WrongResident,
 )
 from kvcast.protocol.requester.requester import Requester
-from kvcast.protocol.requester.story import ImpossibleEventError, Story
+from kvcast.protocol.requester.story import Story
 
 __all__ = [
     "Allocate",

@@ -18,8 +18,9 @@ from collections.abc import Collection, Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple, TypeAlias
 
+from kvcast.protocol.impossible import ImpossibleEventError
 from kvcast.protocol.requester.events import BULK_MAY_HELP, WORST_FIRST, MissReason
-from kvcast.protocol.requester.story import ImpossibleEventError, Story
+from kvcast.protocol.requester.story import Story
 
 
 class Standing(IntEnum):

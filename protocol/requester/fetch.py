@@ -15,12 +15,13 @@ from enum import IntEnum
 from math import inf
 from typing import Final
 
+from kvcast.protocol.impossible import ImpossibleEventError
 from kvcast.protocol.messages.wire import CELLS, BlockId, Offer
 from kvcast.protocol.requester.assembly import Assembly
 from kvcast.protocol.requester.events import FetchReport, Reservation
 from kvcast.protocol.requester.failover import Candidates
 from kvcast.protocol.requester.segment import Segment, SegmentState
-from kvcast.protocol.requester.story import ImpossibleEventError, Story
+from kvcast.protocol.requester.story import Story
 from kvcast.protocol.timers import Timer
 
 

@@ -21,8 +21,9 @@ from enum import IntEnum
 from math import inf
 from typing import Final
 
+from kvcast.protocol.impossible import ImpossibleEventError
 from kvcast.protocol.messages.roce import Place
-from kvcast.protocol.requester.story import ImpossibleEventError, Story
+from kvcast.protocol.requester.story import Story
 from kvcast.protocol.timers import Timer
 
 

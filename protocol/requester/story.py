@@ -1,5 +1,5 @@
-"""What the requester's state tables share: the error for an event that a state does not allow, and
-the *story*, a record of what happened to one fetch, which errors and traces show.
+"""What the requester's state tables share: the *story*, a record of what happened to one fetch,
+which errors and traces show.
 
 Owns: that the record is bounded, cheap to write (a tuple), and put into words only when read. Must
 not know: any state or event.
@@ -16,11 +16,6 @@ from kvcast.protocol.messages.wire import BlockId
 
 STORY_ENTRIES: Final = 64
 """How many of the last things that happened to a fetch are remembered."""
-
-
-class ImpossibleEventError(AssertionError):
-    """Something happened in a state in which it cannot. Whatever a peer sends, this is a mistake
-    of ours."""
 
 
 _Entry: TypeAlias = tuple[float, str, int, IntEnum, IntEnum]
