@@ -18,7 +18,7 @@ from typing import Any
 import finsy as fy
 from finsy.proto import p4r
 from kvcast.bench import l3
-from kvcast.controller.core.membership import Address
+from kvcast.controller.core.node import Address
 from kvcast.controller.core.program import Host, Settings, desired_state, port_bit
 from kvcast.controller.core.reconcile import ActionCall, EntryChange, SwitchState, Verb, diff
 from kvcast.controller.core.residency import Resident

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from kvcast.controller.core.membership import Address, SavedNode
 from kvcast.controller.core.namespaces import Group
+from kvcast.controller.core.node import Address, SavedNode
 from kvcast.controller.core.pool import SavedState
 from kvcast.controller.core.residency import SavedResident
 from kvcast.controller.switch.control_loop import StoreError

@@ -803,6 +803,7 @@ class Cluster:
                     raise ViolationError(0, f"{where} {what}: {there}")
         for controller in self.controllers:
             if controller.process is not None:
+                controller.process.pool.membership.check()
                 controller.process.pool.tiers.residency.check()
 
 

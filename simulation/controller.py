@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvcast.controller.core.pool import Plan, Pool, PoolOptions, SavedState
+from kvcast.controller.core.pool import Action, Plan, Pool, PoolOptions, SavedState
 from kvcast.controller.store import Store
 from kvcast.controller.switch.control_loop import ControlLoop
 from kvcast.protocol.links.control_callee import ControlCallee, EncodedOnce
-from kvcast.protocol.messages.control import NamespaceSettings, PoolMap
+from kvcast.protocol.messages.control import AgentMessage, NamespaceSettings, PoolMap
 from kvcast.simulation.streams import Process, StreamDriver, StreamEnd
 from kvcast.simulation.switch import SimSwitch, SwitchConnection, run_coroutine
 from kvcast.simulation.world import World
@@ -79,7 +79,8 @@ class SimController:
 
 class _WatchedPool(Pool):
     """A pool of which every map is known as soon as it is decided on: from then on the switch may
-    let a new home's answers through."""
+    let a new home's answers through. Its nodes are looked through after all that can change them.
+    """
 
     def __init__(
         self,
@@ -99,7 +100,30 @@ class _WatchedPool(Pool):
         plan = super().plan()
         self._decided(plan.map)
         self._may_answer(self.hot.guarded)
+        self.membership.check()
         return plan
+
+    def received(self, connection: int, message: AgentMessage, now: float) -> list[Action]:
+        actions = super().received(connection, message, now)
+        self.membership.check()
+        return actions
+
+    def disconnected(self, connection: int) -> None:
+        super().disconnected(connection)
+        self.membership.check()
+
+    def advance(self, now: float) -> list[Action]:
+        actions = super().advance(now)
+        self.membership.check()
+        return actions
+
+    def drain(self, node_id: str) -> None:
+        super().drain(node_id)
+        self.membership.check()
+
+    def undrain(self, node_id: str, now: float) -> None:
+        super().undrain(node_id, now)
+        self.membership.check()
 
 
 class ControllerProcess(Process):

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvcast.controller.core.membership import Address
+from kvcast.controller.core.node import Address
 from kvcast.controller.core.program import COALESCE_LEASE_S, Settings, desired_state
 from kvcast.controller.core.program import Host as SwitchHost
 from kvcast.controller.core.reconcile import SwitchState, diff

@@ -4,7 +4,8 @@ Owns: registration (one incarnation of a node id at a time, no two live nodes wi
 leases, and when a node gets or loses its buckets. Must not know: what a bucket is, connections
 (an opaque number stands for one), the switch, sockets, clocks: every call is given `now`.
 
-A node is *live* while its lease runs, and *placed* while buckets may name it:
+A node is *live* while its lease runs, and *placed* while buckets may name it; `node` has all the
+places where it may stand, and which of them follow one another:
 
 | event                            | live | placed                                      |
 |----------------------------------|------|---------------------------------------------|
@@ -28,12 +29,12 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvcast.controller.core.node import OUTSIDE, Address, Node, NodeEvent, SavedNode, Standing
 from kvcast.p4.targets import MAX_PORTS
-from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, NodeInfo, Register
-from kvcast.protocol.messages.ethernet import ETHERNET_MTU_BYTES, unicast_mac
+from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register
+from kvcast.protocol.messages.ethernet import unicast_mac
 
 MAX_LIVE_NODES = MAX_PORTS
 """As many again may be known that are dead; beyond that the one that is dead for longest is
@@ -42,71 +43,6 @@ forgotten."""
 
 class RegistrationError(ValueError):
     """A node cannot join; the text says why, to the node's operator."""
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a node is, as registered: `mac` as 02:6b:76:00:00:01, `switch_port` 1..32."""
-
-    ip: str
-    mac: str
-    switch_port: int
-    udp_port: int
-    bulk_host: str
-    bulk_port: int
-    rdma_port: int = 0
-    zone_queue_pair: int = 0
-    zone_key: int = 0
-
-
-@dataclass
-class SavedNode:
-    """What outlives the controller of a node."""
-
-    node_id: str
-    index: int
-    incarnation: int
-    address: Address
-    arena_bytes: int
-    placed: bool
-    draining: bool = False
-    """It is to be placed no more, until it is told otherwise or begins another incarnation."""
-
-
-@dataclass
-class Node(SavedNode):
-    """One known node. Times are on the caller's clock, in seconds."""
-
-    mtu_bytes: int = ETHERNET_MTU_BYTES
-    """The longest IPv4 packet that its network takes; of one that has not registered with us yet
-    the least is assumed."""
-    link_bits_per_s: int = 0
-    """What its link carries each way; 0 = not known."""
-    connection: int | None = None
-    lease_until: float = 0.0
-    live: bool = False
-    live_since: float = 0.0
-    joining: bool = False
-    handed_epoch: int = 0
-    """The epoch of the map by which it last said how much it has to hand over: `handed_left` blocks
-    of `handed_total`, `handed_no_room` of them for want of room, beside `handed_failed` that it
-    could not."""
-    handed_left: int = 0
-    handed_total: int = 0
-    handed_failed: int = 0
-    handed_no_room: int = 0
-    newcomer: bool = False
-    """Never placed before: gets its first buckets without waiting to prove itself."""
-    arena_used_bytes: int = 0
-    blocks: int = 0
-    unheard: bool = False
-    """A former controller knew it, and it has not said since what it holds."""
-    epoch: int = 0
-    """The epoch of the map that the node last said it uses."""
-
-    @property
-    def info(self) -> NodeInfo:
-        return NodeInfo(index=self.index, node_id=self.node_id, **dataclasses.asdict(self.address))
 
 
 class Views(NamedTuple):
@@ -203,37 +139,41 @@ class Membership:
             homes=homes,
         )
         for one in saved:
-            node = Node(**vars(one), live_since=now, lease_until=now + 2 * lease_s)
-            node.live = node.placed = one.placed and membership._may_be_home(node)
-            node.unheard = node.placed
-            membership.nodes[node.node_id] = node
+            placed = one.placed and membership._may_be_home(one.node_id)
+            membership.nodes[one.node_id] = Node(
+                *(one.node_id, one.index, one.incarnation, one.address, one.arena_bytes),
+                standing=Standing.PLACED if placed else Standing.DEAD,
+                draining=one.draining,
+                live_since=now,
+                lease_until=now + 2 * lease_s,
+                unheard=placed,
+            )
         return membership
 
     @property
     def views(self) -> Views:
         """The nodes as others want them; the same object until something of it changes."""
         if self._views is None:
-            known = sorted(self.nodes.values(), key=lambda n: n.index)
-            placed = frozenset(n.node_id for n in known if n.placed)
-            coming = frozenset(
-                n.node_id
-                for n in known
-                if not self._begins_anew and (n.joining or (n.placed and not n.draining))
-            )
-            self._views = Views(
-                saved=tuple(
-                    SavedNode(
-                        *(n.node_id, n.index, n.incarnation, n.address, n.arena_bytes),
-                        *(n.placed, n.draining),
-                    )
-                    for n in known
-                ),
-                addresses=tuple((n.node_id, n.address) for n in known),
-                placed=placed,
-                coming=coming or placed,  # nobody is left to take anything over, or not now
-                readers=frozenset(n.node_id for n in known if n.live and not self._may_be_home(n)),
-            )
+            self._views = self._seen()
         return self._views
+
+    def _seen(self) -> Views:
+        known = sorted(self.nodes.values(), key=lambda n: n.index)
+        placed = frozenset(n.node_id for n in known if n.placed)
+        coming = frozenset(
+            n.node_id
+            for n in known
+            if not self._begins_anew and (n.joining or (n.placed and not n.draining))
+        )
+        return Views(
+            saved=tuple(n.saved for n in known),
+            addresses=tuple((n.node_id, n.address) for n in known),
+            placed=placed,
+            coming=coming or placed,  # nobody is left to take anything over, or not now
+            readers=frozenset(
+                n.node_id for n in known if n.live and not self._may_be_home(n.node_id)
+            ),
+        )
 
     def register(self, message: Register, connection: int, now: float) -> tuple[Node, bool]:
         """Take a node in; RegistrationError, and nothing changed, if it cannot join."""
@@ -264,12 +204,13 @@ class Membership:
         self._views = None
         changed = False
         if node is None:
-            node = self._new_node(message, address)
+            node = self._new_node(message, address, now)
             changed = True
         else:
             changed = not node.live or node.address != address
             changed |= node.mtu_bytes != message.mtu_bytes
             if not node.live:
+                node.happen(NodeEvent.COME)
                 node.live_since = now
             if node.incarnation != message.incarnation:
                 changed |= node.draining and node.placed
@@ -278,8 +219,6 @@ class Membership:
                     self._begins_anew = changed = True  # what it was handed is gone
             node.incarnation = message.incarnation
             node.address = address
-        if not node.live:
-            node.live, node.live_since = True, now
         node.arena_bytes = message.arena_bytes
         node.mtu_bytes = message.mtu_bytes
         node.link_bits_per_s = message.link_bits_per_s
@@ -287,7 +226,7 @@ class Membership:
         node.lease_until = now + self._lease_s
         return node, changed
 
-    def _new_node(self, message: Register, address: Address) -> Node:
+    def _new_node(self, message: Register, address: Address, now: float) -> Node:
         if len(self.nodes) >= 2 * self._max_nodes:
             dead = [n for n in self.nodes.values() if not n.live]
             del self.nodes[min(dead, key=lambda n: n.lease_until).node_id]
@@ -299,8 +238,8 @@ class Membership:
             incarnation=message.incarnation,
             address=address,
             arena_bytes=message.arena_bytes,
-            placed=False,
-            newcomer=True,
+            standing=Standing.NEWCOMER,
+            live_since=now,
         )
         self.nodes[node.node_id] = node
         return node
@@ -339,21 +278,19 @@ class Membership:
             if node.live and now >= node.lease_until:
                 changed |= self._die(node)
             elif self._waits(node) and self._may_be_placed(node, now):
-                node.placed = not any(
-                    n.placed and (n.blocks or n.unheard) for n in self.nodes.values()
-                )
-                node.joining, node.newcomer = not node.placed, False
+                holders = (n for n in self.nodes.values() if n.placed and (n.blocks or n.unheard))
+                node.happen(NodeEvent.JOIN if any(holders) else NodeEvent.PLACE)
                 self._views = None
                 changed = True
         return changed
 
-    def _may_be_home(self, node: Node) -> bool:
-        return not self._homes or node.node_id in self._homes
+    def _may_be_home(self, node_id: str) -> bool:
+        return not self._homes or node_id in self._homes
 
     def _waits(self, node: Node) -> bool:
         """Whether a node is to be placed, and not on the way to it."""
-        on_the_way = node.placed or node.joining or node.draining
-        return node.live and not on_the_way and self._may_be_home(node)
+        wanted = not node.draining and self._may_be_home(node.node_id)
+        return wanted and node.standing in OUTSIDE
 
     @property
     def is_settled(self) -> bool:
@@ -366,7 +303,10 @@ class Membership:
         coming = self.views.coming
         drained = [n.node_id for n in self.nodes.values() if n.placed and n.node_id not in coming]
         for node in self.nodes.values():
-            node.placed, node.joining = node.node_id in coming, False
+            if node.joining:
+                node.happen(NodeEvent.TAKE_OVER)
+            elif node.node_id in drained:
+                node.happen(NodeEvent.HAND_OVER)
         self._views = None
         return drained
 
@@ -386,7 +326,8 @@ class Membership:
             return False
         if node.placed and self.views.coming == {node_id}:
             raise DrainError(f"no node could take over what {node_id} holds")
-        node.draining, node.joining = True, False
+        node.happen(NodeEvent.DRAIN)
+        node.draining = True
         self._views = None
         return True
 
@@ -402,30 +343,54 @@ class Membership:
         return True
 
     def _may_be_placed(self, node: Node, now: float) -> bool:
-        return self._may_be_home(node) and (
-            node.newcomer
+        return (
+            node.standing is Standing.NEWCOMER
             or now >= node.live_since + self._rebalance_after_s  # as in `next_deadline`
             or not any(n.placed for n in self.nodes.values())
         )
 
     def _die(self, node: Node) -> bool:
         was_live = node.live
+        if was_live:
+            node.happen(NodeEvent.DIE)
         self._views = None
         # Its card's memory may be anybody's by now.
         node.address = dataclasses.replace(node.address, zone_queue_pair=0, zone_key=0)
-        node.live = node.placed = node.joining = False
-        node.newcomer = False
         return was_live
 
     def next_deadline(self) -> float | None:
         """When `advance` will next have something to do; None if only after an event."""
         times = [n.lease_until for n in self.nodes.values() if n.live]
         times += [
-            n.live_since if n.newcomer else n.live_since + self._rebalance_after_s
+            n.live_since + (0.0 if n.standing is Standing.NEWCOMER else self._rebalance_after_s)
             for n in self.nodes.values()
             if self._waits(n)
         ]
         return min(times, default=None)
+
+    def check(self) -> None:
+        """That the nodes agree with themselves, with one another, and with the views."""
+        nodes = list(self.nodes.values())
+        for node_id, node in self.nodes.items():
+            where = f"{node_id}, {node.standing.name}"
+            assert node.node_id == node_id, f"{where}: known as another"
+            assert not node.draining or not node.joining, f"{where}: to be drained"
+            if not self._may_be_home(node_id):
+                assert node.standing in (*OUTSIDE, Standing.DEAD), f"{where}: and no home"
+            if not node.live:
+                # Its card's memory may be anybody's by now.
+                zone = node.address.zone_queue_pair, node.address.zone_key
+                assert zone == (0, 0), f"{where}: a card may write there"
+        for what, values in (
+            ("index", [n.index for n in nodes]),
+            ("ip", [n.address.ip for n in nodes]),
+            ("mac", [n.address.mac for n in nodes]),
+            ("switch port", [n.address.switch_port for n in nodes]),
+        ):
+            assert len(set(values)) == len(values), f"two nodes have one {what}: {values}"
+        assert len(nodes) <= 2 * self._max_nodes, f"{len(nodes)} nodes are known"
+        assert sum(n.live for n in nodes) <= self._max_nodes, "too many nodes live"
+        assert self._views is None or self._views == self._seen(), "the views are old"
 
 
 def _conflict(theirs: Address, ours: Address) -> str | None:

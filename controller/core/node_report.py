@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from kvcast.controller.core.membership import Node
+from kvcast.controller.core.node import Node
 
 DEAD, SILENT, DRAINING, DRAINED = "dead", "silent", "draining", "drained"
 JOINING, ALIVE = "joining", "alive"

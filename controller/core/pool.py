@@ -28,15 +28,10 @@ from kvcast.controller.core import program
 from kvcast.controller.core.adaptive import Adaptive, AdaptiveOptions
 from kvcast.controller.core.admission import ValueOptions
 from kvcast.controller.core.companies import Companies
-from kvcast.controller.core.membership import (
-    MAX_LIVE_NODES,
-    Membership,
-    Node,
-    RegistrationError,
-    SavedNode,
-)
+from kvcast.controller.core.membership import MAX_LIVE_NODES, Membership, RegistrationError
 from kvcast.controller.core.multicast_groups import MulticastGroups
 from kvcast.controller.core.namespaces import Group, NamespaceError, Namespaces, TenantRules
+from kvcast.controller.core.node import Node, SavedNode
 from kvcast.controller.core.node_report import state_of, tiers_of
 from kvcast.controller.core.placement import Placement, place
 from kvcast.controller.core.reconcile import PORT_SET, SwitchState, joined

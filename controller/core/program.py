@@ -25,8 +25,8 @@ import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvcast.controller.core.membership import Address
 from kvcast.controller.core.namespaces import Group
+from kvcast.controller.core.node import Address
 from kvcast.controller.core.reconcile import (
     PORT_SET,
     SETTINGS,

@@ -1,12 +1,18 @@
 """Membership: who is taken in, who is refused and why, and when buckets come and go.
 
-Oracle: the table in the module's text, played with an invented clock. Cannot see: connections.
+Oracle: the table in the module's text, played with an invented clock, and nodes that were spoilt by
+hand. Cannot see: connections, and the table of standings (tests/unit/test_controller_node.py).
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 from kvcast.controller.core.membership import MAX_LIVE_NODES, Membership, RegistrationError
+from kvcast.controller.core.node import Standing
 from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION
 from registering import register
 
@@ -18,6 +24,7 @@ def new() -> Membership:
 
 
 def placed(membership: Membership) -> set[str]:
+    membership.check()
     return {n.node_id for n in membership.nodes.values() if n.placed}
 
 
@@ -227,3 +234,171 @@ def test_after_a_restart_who_comes_waits_until_the_others_have_said_what_they_ho
     membership.register(register(3), 3, 101.0)
     membership.advance(101.0)
     assert placed(membership) == {"node-1", "node-3"}, "it holds nothing"
+
+
+def test_a_newcomer_that_was_to_be_drained_is_still_one() -> None:
+    membership = new()
+    node, _ = membership.register(register(1), 1, 0.0)
+    membership.drain("node-1")
+    assert not membership.advance(0.0)
+    assert membership.next_deadline() == LEASE_S
+    membership.undrain("node-1", 1.0)
+    assert membership.next_deadline() == 1.0
+    assert membership.advance(1.0)
+    assert node.placed
+
+
+def test_a_drained_node_that_is_wanted_back_waits_like_one_that_comes_back() -> None:
+    membership = Scene().membership
+    membership.drain("node-1")
+    assert membership.settle() == ["node-1"]
+    assert placed(membership) == {"node-2", "node-3"}
+    membership.undrain("node-1", 1.0)
+    assert not membership.advance(1.0)
+    for node in membership.nodes.values():
+        membership.renew(node, 1.0 + STABLE_S)
+    assert membership.advance(1.0 + STABLE_S)
+    assert membership.nodes["node-1"].joining
+
+
+def test_who_joins_and_is_to_be_drained_joins_no_more_and_who_dies_does_not_either() -> None:
+    for end in (
+        lambda membership: membership.drain("node-3"),
+        lambda membership: membership.leave(membership.nodes["node-3"], 0.0),
+    ):
+        membership = Scene().membership
+        assert membership.views.coming == {"node-1", "node-2", "node-3"}
+        assert end(membership)
+        assert membership.is_settled
+        assert placed(membership) == {"node-1", "node-2"}
+
+
+def test_a_node_that_is_drained_stays_so_when_it_dies_but_not_when_it_starts_anew() -> None:
+    membership = Scene().membership
+    node = membership.nodes["node-1"]
+    membership.drain("node-1")
+    membership.leave(node, 1.0)
+    assert (node.standing, node.draining) == (Standing.DEAD, True)
+    membership.register(register(1), 7, 1.0)
+    assert (node.standing, node.draining) == (Standing.WAITING, True)
+    membership.disconnected(node, 7)
+    membership.register(register(1, incarnation=2), 8, 1.0)
+    assert (node.standing, node.draining) == (Standing.WAITING, False)
+    membership.check()
+
+
+# --- a look at oneself ------------------------------------------------------------------------
+
+
+class Scene:
+    """Two nodes that hold blocks, one that joins them, and one that is dead; all four are known."""
+
+    def __init__(self) -> None:
+        self.membership = new()
+        for number in (1, 2, 4):
+            self.membership.register(register(number), number, 0.0)
+        self.nodes = self.membership.nodes
+        self.membership.leave(self.nodes["node-4"], 0.0)
+        self.membership.advance(0.0)
+        for node in self.nodes.values():
+            node.blocks = 1
+        self.membership.register(register(3), 3, 0.0)
+        self.membership.advance(0.0)
+        assert self.membership.views
+
+
+def test_the_scene_is_in_order() -> None:
+    scene = Scene()
+    scene.membership.check()
+    standings = [node.standing.name for node in scene.nodes.values()]
+    assert standings == ["PLACED", "PLACED", "DEAD", "JOINING"]
+
+
+# Each of these spoils one thing; its text is a part of what the check says of it.
+
+
+def spoil_name(scene: Scene) -> None:
+    """node-9, PLACED: known as another"""
+    scene.nodes["node-9"] = scene.nodes.pop("node-1")
+
+
+def spoil_joining(scene: Scene) -> None:
+    """node-3, JOINING: to be drained"""
+    scene.nodes["node-3"].draining = True
+
+
+def spoil_home(scene: Scene) -> None:
+    """node-1, PLACED: and no home"""
+    scene.membership._homes = frozenset({"node-2", "node-3"})
+
+
+def spoil_home_to_be(scene: Scene) -> None:
+    """node-3, JOINING: and no home"""
+    scene.membership._homes = frozenset({"node-1", "node-2"})
+
+
+def spoil_zone(scene: Scene) -> None:
+    """node-4, DEAD: a card may write there"""
+    node = scene.nodes["node-4"]
+    node.address = replace(node.address, zone_key=1)
+
+
+def spoil_queue_pair(scene: Scene) -> None:
+    """node-4, DEAD: a card may write there"""
+    node = scene.nodes["node-4"]
+    node.address = replace(node.address, zone_queue_pair=1)
+
+
+def spoil_index(scene: Scene) -> None:
+    """two nodes have one index"""
+    scene.nodes["node-4"].index = 1
+
+
+def spoil_ip(scene: Scene) -> None:
+    """two nodes have one ip"""
+    node = scene.nodes["node-4"]
+    node.address = replace(node.address, ip="10.77.0.1")
+
+
+def spoil_mac(scene: Scene) -> None:
+    """two nodes have one mac"""
+    node = scene.nodes["node-4"]
+    node.address = replace(node.address, mac="02:6b:76:00:00:01")
+
+
+def spoil_port(scene: Scene) -> None:
+    """two nodes have one switch port"""
+    node = scene.nodes["node-4"]
+    node.address = replace(node.address, switch_port=1)
+
+
+def spoil_number(scene: Scene) -> None:
+    """4 nodes are known"""
+    scene.membership._max_nodes = 1
+
+
+def spoil_number_that_lives(scene: Scene) -> None:
+    """too many nodes live"""
+    scene.membership._max_nodes = 2
+
+
+def spoil_views(scene: Scene) -> None:
+    """the views are old"""
+    scene.nodes["node-1"].draining = True
+
+
+def spoil_standing(scene: Scene) -> None:
+    """the views are old"""
+    scene.nodes["node-3"].standing = Standing.WAITING
+
+
+SPOILERS = [value for name, value in sorted(globals().items()) if name.startswith("spoil_")]
+
+
+@pytest.mark.parametrize("spoil", SPOILERS, ids=lambda spoil: str(spoil.__name__)[6:])
+def test_what_contradicts_itself_is_found(spoil: Callable[[Scene], None]) -> None:
+    scene = Scene()
+    spoil(scene)
+    assert spoil.__doc__ is not None
+    with pytest.raises(AssertionError, match=re.escape(spoil.__doc__)):
+        scene.membership.check()

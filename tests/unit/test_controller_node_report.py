@@ -10,15 +10,14 @@ from dataclasses import replace
 
 import pytest
 from equipped_agent import TIER_BYTES, equipped_core
-from kvcast.controller.core.membership import Address, Node
+from kvcast.controller.core.node import Address, Node, Standing
 from kvcast.controller.core.node_report import STATES, TIERS, state_of, tiers_of
 
 NODE = Node(
     *("node-1", 1, 7, Address("10.0.0.1", "02:6b:76:00:00:01", 1, 1, "10.0.0.1", 1)),
     arena_bytes=100,
-    placed=True,
+    standing=Standing.PLACED,
     connection=1,
-    live=True,
     arena_used_bytes=40,
 )
 
@@ -28,15 +27,15 @@ NODE = Node(
     [
         ({}, True, "alive"),
         ({}, False, "joining"),
-        ({"joining": True}, True, "joining"),
+        ({"standing": Standing.JOINING}, True, "joining"),
         ({"draining": True}, True, "draining"),
-        ({"draining": True, "placed": False}, False, "drained"),
+        ({"draining": True, "standing": Standing.WAITING}, False, "drained"),
         ({"draining": True, "connection": None}, True, "silent"),
-        ({"draining": True, "placed": False, "live": False}, True, "dead"),
+        ({"draining": True, "standing": Standing.DEAD}, True, "dead"),
     ],
 )
 def test_a_node_has_one_word_for_its_state(
-    facts: dict[str, bool | None], programmed: bool, state: str
+    facts: dict[str, object], programmed: bool, state: str
 ) -> None:
     assert state_of(replace(NODE, **facts), programmed=programmed) == state  # type: ignore[arg-type]
     assert state in STATES

@@ -110,6 +110,7 @@ class Driver:
                 apply(self.switch, change)
             self.writes += len(changes)
             self.pool.programmed(plan, self.now)
+        self.pool.membership.check()
         self.pool.tiers.residency.check()
 
     def renew_all(self, **changes: object) -> None:

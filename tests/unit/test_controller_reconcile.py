@@ -12,8 +12,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcast.controller.core import program
-from kvcast.controller.core.membership import Address
 from kvcast.controller.core.namespaces import Group
+from kvcast.controller.core.node import Address
 from kvcast.controller.core.reconcile import (
     ActionCall,
     DigestConfig,

@@ -9,8 +9,8 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from kvcast.controller.core.membership import Address, SavedNode
 from kvcast.controller.core.namespaces import Group
+from kvcast.controller.core.node import Address, SavedNode
 from kvcast.controller.core.pool import SavedState
 from kvcast.controller.core.residency import SavedResident
 from kvcast.controller.store import Store

@@ -10,8 +10,8 @@ import pytest
 from finsy import P4Schema
 from finsy.p4entity import decode_entity, encode_updates
 from kvcast.controller.core import program
-from kvcast.controller.core.membership import Address
 from kvcast.controller.core.namespaces import Group
+from kvcast.controller.core.node import Address
 from kvcast.controller.core.reconcile import SwitchState, diff
 from kvcast.controller.core.residency import Resident
 from kvcast.controller.flags import ControllerFlags, pool_options
