@@ -34,7 +34,7 @@ from typing import Any, Final
 from kvcast.bench.sides import hear, running, tell
 from kvcast.bench.traffic import BATCH, SOL_UDP, UDP_GRO, Native, Sender, Traffic
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
-from kvcast.hostagent.core.reads import GetBatch
+from kvcast.hostagent.core.fetches import GetBatch
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.network.datagrams import (
     Transport,

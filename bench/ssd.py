@@ -36,7 +36,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
-from kvcast.hostagent.core.reads import GetBatch
+from kvcast.hostagent.core.fetches import GetBatch
 from kvcast.hostagent.core.ssd import SsdRules, SsdTier
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.options import SsdOptions

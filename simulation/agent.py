@@ -741,6 +741,7 @@ class SimAgent(Process):
         """Send and call what the core wants sent and called; to be done after any event."""
         core = self.core
         core.requester.check()
+        core.reads.check()
         if self.courier is not None:
             self.courier.check()
         if core.outbox.waits:

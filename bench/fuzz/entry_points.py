@@ -54,8 +54,8 @@ from kvcast.hostagent.core import pool as agent_pool
 from kvcast.hostagent.core import sessions
 from kvcast.hostagent.core.access import Tenants
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
+from kvcast.hostagent.core.fetches import GetBatch
 from kvcast.hostagent.core.metrics import Metrics
-from kvcast.hostagent.core.reads import GetBatch
 from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.network import local_server
@@ -284,6 +284,7 @@ class DataPortHarness(Harness):
             )
             agent.after_receiving(now)
             agent.requester.check()
+            agent.reads.check()
             agent.answers_to_send(now, 64)
         assert self._placement.take_counts().malformed == malformed
         agent.handle_timer(now + 0.6)

@@ -3,7 +3,7 @@
 | for | modules |
 |---|---|
 | clients | `sessions`, `access`, `limits`, `shared_index` (what they pin by themselves) |
-| gets, puts, questions | `reads`, `writes`, `queries` |
+| gets, puts, questions | `reads` (with `fetches`: the way of each block), `writes`, `queries` |
 | the same in compiled code | `courier`, `pushing`, `lookups` |
 | other agents | `serving`, `handover`, `rdma_answers`, `bulk_requests`, `connection_ends` |
 | what lies where | `store` (DRAM), `reservations`, `ssd` and `lower_tiers` (below it), `headroom` |

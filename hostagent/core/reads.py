@@ -4,6 +4,8 @@ Owns: single flight (one fetch a block, however many wait for it), which homes a
 deadline of every get, and what a get ends with. Must not know: sockets, clients, or how a fetch
 goes about its READs (`kvcast.protocol.requester`).
 
+How a block can get from one way to another: `TRANSITIONS` in `fetches`.
+
 **One block.** A get takes the first of these ways that there is:
 
 1. The block lies in the arena: the get ends at once.
@@ -34,13 +36,25 @@ be kept or that another node waits for.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Final
 
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.courier import Courier
+from kvcast.hostagent.core.fetches import (
+    BY_REQUESTER,
+    ONLY_FROM_TIER,
+    Fetch,
+    GetBatch,
+    GetItem,
+    Patience,
+    Probes,
+    Source,
+    Way,
+    WayEvent,
+)
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.namespace_metrics import explained_by
 from kvcast.hostagent.core.pool import NO_NODE
@@ -63,7 +77,7 @@ from kvcast.protocol.requester import (
     TryBulk,
     WrongResident,
 )
-from kvcast.protocol.timers import Timer, TimerQueue
+from kvcast.protocol.timers import TimerQueue
 
 MAX_RECALLERS: Final = 256
 """How many other nodes may wait for one block from this node's disk. One more is told at once that
@@ -101,116 +115,6 @@ class ReadOptions:
     """How long the controller's `Keep` may take."""
 
 
-class GetItem(NamedTuple):
-    """How the get of one key ended. `copy` is pinned once, for whoever takes the batch."""
-
-    status: str
-    reason: str = ""
-    tier: str = ""
-    copy: Copy | None = None
-
-
-class GetBatch(Timer):
-    """Several gets with one deadline. `answered` is called once, when every item is known."""
-
-    __slots__ = ("answered", "blocks", "deadline", "items", "left", "started_at")
-
-    def __init__(
-        self,
-        blocks: list[BlockId],
-        now: float,
-        deadline: float,
-        answered: Callable[[GetBatch], None],
-    ) -> None:
-        super().__init__()
-        count = len(blocks)
-        self.blocks = blocks
-        self.items: list[GetItem | None] = [None] * count
-        self.left = count
-        self.started_at = now
-        self.deadline = deadline
-        self.answered = answered
-
-
-@dataclass(slots=True, eq=False)
-class _Fetch:
-    """A block on its way here, and who waits for it."""
-
-    block: BlockId
-    deadline: float
-    started_at: float
-    fetch_id: int = -1
-    """The requester's number of it; -1 while the block comes another way, or waits for a probe."""
-    waiters: list[tuple[GetBatch, int]] = field(default_factory=list)
-    keeps: list[Callable[[bool], None]] = field(default_factory=list)
-    followers: list[_Fetch] = field(default_factory=list)
-    """Fetches that wait for what this one's probe of their home shows."""
-    home: int | None = None
-    """The home that is probed."""
-    from_disk: bool = False
-    """Whether the block is coming from a tier below this node's DRAM."""
-    recallers: list[Callable[[], None]] = field(default_factory=list)
-    """Called when the disk has answered, or has taken too long."""
-    source: Source | None = None
-    """Which tier below was asked; None = none yet."""
-    for_later: bool = False
-    """Whether it goes on though nobody waits for it."""
-    asked_homes: bool = False
-    """Whether no home has given the block, so that it is read from a store that all share."""
-    lacked_by: tuple[int, ...] = ()
-    """Homes that have said over the bulk link that they have not the block."""
-    recalls: bool = False
-    """Whether only a switch can have the block. Then it is asked for during `recall_probe_s` only,
-    however long the waiters have."""
-
-
-class Source(Protocol):
-    """A tier below DRAM, as far as blocks are read from it."""
-
-    @property
-    def tier(self) -> str: ...
-
-    @property
-    def patience_s(self) -> float: ...
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether all nodes can read it: the object store."""
-        ...
-
-    def holds(self, block: BlockId) -> bool: ...
-
-    def read(
-        self,
-        block: BlockId,
-        begin: Callable[[int], memoryview | None],
-        ended: Callable[[float, str, int, float], None],
-    ) -> bool:
-        """See `SsdTier.read`."""
-
-    def promoted(self, copy: Copy) -> None: ...
-
-
-class _Patience(Timer):
-    """How long a fetch waits for the disk alone."""
-
-    __slots__ = ("fetch",)
-
-    def __init__(self, fetch: _Fetch) -> None:
-        super().__init__()
-        self.fetch = fetch
-
-
-class _Probes:
-    """The probes of one batch: by the home that each asks, and by all homes of its followers."""
-
-    __slots__ = ("by_home", "by_homes")
-
-    def __init__(self) -> None:
-        self.by_home: dict[int, _Fetch] = {}
-        self.by_homes: dict[tuple[int, ...], _Fetch] = {}
-
-
 class Reads:
     """Turns gets into fetches and fetches into answers."""
 
@@ -234,8 +138,8 @@ class Reads:
         """It takes rooms for blocks from the same `reservations`."""
         self._outbox = outbox
         self._metrics = metrics
-        self._fetches: dict[BlockId, _Fetch] = {}
-        self._overheard: list[_Fetch] = []
+        self._fetches: dict[BlockId, Fetch] = {}
+        self._overheard: list[Fetch] = []
         """Fetches that `overhear` has begun; some may have ended."""
         self._not_overheard = BoundedMap[BlockId, float](options.most_overheard)
         """Blocks that were taken unasked and did not come, and until when they are left to
@@ -276,6 +180,24 @@ class Reads:
         self._wrong_residents.clear()
         return wrong
 
+    def check(self) -> None:
+        """Raise AssertionError where the state contradicts itself. For tests and simulations, after
+        any event; it looks at everything."""
+        fetches = self._fetches.values()
+        for block, fetch in self._fetches.items():
+            assert fetch.block == block, f"{fetch} is kept as {block}"
+            fetch.check()
+            asked = block if fetch.way in BY_REQUESTER else None
+            assert self.requester.block_of(fetch.fetch_id) == asked, f"the requester's of {fetch}"
+        read = sum(fetch.way in BY_REQUESTER for fetch in fetches)
+        assert self.requester.fetches_in_flight == read, f"the requester reads more than {read}"
+        following = Counter(fetch for fetch in fetches if fetch.way is Way.FOLLOWING)
+        followers = Counter(each for probe in fetches for each in probe.followers if each.is_on)
+        assert following == followers, f"{following} do not follow one probe each: {followers}"
+        if self.courier is not None:
+            for bucket, count in Counter(bucket_of(block.key) for block in self._fetches).items():
+                assert self.courier.fetching[bucket] == count, f"fetches in bucket {bucket}"
+
     # --- requests -----------------------------------------------------------------------------
 
     def refusal(self, namespace: int) -> str | None:
@@ -311,7 +233,7 @@ class Reads:
             return batch
         gathers = gather_ms and not self._alone(namespace)
         probes = self._probes(now, looks_for_company=bool(gathers or group or expect))
-        on_disk: list[tuple[_Fetch, int]] = []
+        on_disk: list[tuple[Fetch, int]] = []
         for position, block in enumerate(batch.blocks):
             copy = self._store.get(block)
             if copy is not None:
@@ -323,7 +245,7 @@ class Reads:
                 fetch = self._follow(now, block, deadline, probes)
             if fetch is None:
                 fetch = self._join(now, block, deadline, gather_ms or None, group, expect)
-            if fetch.from_disk:
+            if fetch.way is Way.ON_DISK:
                 on_disk.append((fetch, position))
             else:
                 fetch.waiters.append((batch, position))
@@ -351,12 +273,12 @@ class Reads:
                 self._outbox.unwanted = True
         self.drain(now)
 
-    def _is_wanted(self, fetch: _Fetch) -> bool:
+    def _is_wanted(self, fetch: Fetch) -> bool:
         return (
             fetch.for_later
             or bool(fetch.keeps or fetch.recallers)
             or any(batch.items[position] is None for batch, position in fetch.waiters)
-            or any(map(self.is_on, fetch.followers))
+            or any(follower.is_on for follower in fetch.followers)
         )
 
     def prefetch(
@@ -435,8 +357,7 @@ class Reads:
         ):
             return
         if len(self._overheard) >= self._options.most_overheard:
-            on_their_way = self._fetches
-            self._overheard = [f for f in self._overheard if on_their_way.get(f.block) is f]
+            self._overheard = [fetch for fetch in self._overheard if fetch.is_on]
             if len(self._overheard) >= self._options.most_overheard:
                 self._metrics.overheard_refused_total += 1
                 return
@@ -460,7 +381,7 @@ class Reads:
 
     def _from_disk(
         self, now: float, block: BlockId, deadline: float, *, for_another: bool = False
-    ) -> _Fetch | None:
+    ) -> Fetch | None:
         """The fetch of a block that lies on the disk; call `_read_disk` next.
 
         None if the block does not lie there, if its fetch already goes elsewhere, or if its homes
@@ -474,22 +395,24 @@ class Reads:
             if len(self._fetches) >= self.requester.config.max_fetches:
                 return None
             self._metrics.fetches_total += 1
-            fetch = self._begin(block, deadline, now)
-        elif not fetch.from_disk or fetch.fetch_id >= 0:
+            return self._begin(block, deadline, now, WayEvent.ASK_TIER)
+        if fetch.way not in ONLY_FROM_TIER:
             return None
-        else:
-            self._metrics.gets_joined_total += 1
-            fetch.deadline = max(fetch.deadline, deadline)
-            return fetch
-        fetch.from_disk = True
-        fetch.home = None
+        self._metrics.gets_joined_total += 1
+        fetch.deadline = max(fetch.deadline, deadline)
         return fetch
 
-    def _read_disk(self, now: float, fetch: _Fetch) -> None:
+    def _read_disk(self, now: float, fetch: Fetch) -> None:
         """Begin to read a fetch's block from its tier, unless that has begun."""
+        if fetch.way is not Way.ON_DISK or fetch.source is not None:
+            return
         source = self._source_of(fetch.block)
-        if fetch.source is None and source is not None:
+        if source is not None:
             self._read_source(now, fetch, source)
+        else:  # to make room for another of its batch has sent it away
+            self._ask_elsewhere(now, fetch, WayEvent.ASK_HOMES)
+            self._tell_recallers(fetch)
+            self.drain(now)
 
     def _source_of(self, block: BlockId) -> Source | None:
         """The nearest tier below DRAM that holds the block."""
@@ -501,22 +424,22 @@ class Reads:
         pool = self._outbox.pool
         return pool is not None and not pool.is_home(block) and bool(pool.other_homes_of(block))
 
-    def _read_shared(self, now: float, fetch: _Fetch, reason: MissReason) -> bool:
+    def _read_shared(self, now: float, fetch: Fetch, reason: MissReason) -> bool:
         """After a fetch whose block no home has given: read the block from a store that all share,
         if one holds it and somebody waits. Returns whether it is read there."""
         source = self._source_after(fetch)
-        if source is None or fetch.from_disk or reason in _WITHOUT_HOMES:
+        if source is None or reason in _WITHOUT_HOMES:
             return False
         if not self._is_wanted(fetch):
             return False
         self._reservations.end(fetch.block)
-        again = self._begin(fetch.block, fetch.deadline, fetch.started_at)
+        again = self._begin(fetch.block, fetch.deadline, fetch.started_at, WayEvent.ASK_LAST_TIER)
         again.waiters, again.keeps, again.recallers = fetch.waiters, fetch.keeps, fetch.recallers
-        again.for_later, again.from_disk, again.asked_homes = fetch.for_later, True, True
+        again.for_later = fetch.for_later
         self._read_source(now, again, source)
         return True
 
-    def _read_source(self, now: float, fetch: _Fetch, source: Source) -> None:
+    def _read_source(self, now: float, fetch: Fetch, source: Source) -> None:
         fetch.source = source
         room: ArenaReservation | None = None
 
@@ -530,10 +453,10 @@ class Reads:
 
         if not source.read(fetch.block, begin, ended):
             self._disk_ended(now, fetch, None, "not read", 0, 0.0)
-        elif fetch.from_disk and not fetch.asked_homes:
-            self._timers.arm(_Patience(fetch), now + source.patience_s)
+        elif fetch.way is Way.ON_DISK:
+            self._timers.arm(Patience(fetch), now + source.patience_s)
 
-    def _source_after(self, fetch: _Fetch) -> Source | None:
+    def _source_after(self, fetch: Fetch) -> Source | None:
         """The next tier that holds the block, after the one that did not give it."""
         begin = 0 if fetch.source is None else self.sources.index(fetch.source) + 1
         rest = self.sources[begin:]
@@ -542,68 +465,66 @@ class Reads:
     def _disk_ended(
         self,
         now: float,
-        fetch: _Fetch,
+        fetch: Fetch,
         room: ArenaReservation | None,
         error: str,
         digest: int,
         committed_at: float,
     ) -> None:
         self._now = now
-        is_on = self.is_on(fetch)
-        wanted = is_on and fetch.fetch_id < 0
         source = fetch.source
         assert source is not None
-        if error or not is_on:
+        if error or not fetch.is_on:
             if room is not None:
                 room.abort()
-            after = self._source_after(fetch) if wanted else None
-            asks_homes = (fetch.waiters or fetch.keeps) and not fetch.recallers
-            homes_first = asks_homes and self._others_read(fetch.block)
-            if after is not None and not (after.is_shared and homes_first):
-                self._read_source(now, fetch, after)
-                return
-            fetch.from_disk = False
-            if wanted:
-                self._ask_elsewhere(now, fetch)
-            self._tell_recallers(fetch)
+            if fetch.way is Way.RACING:
+                fetch.happen(WayEvent.TIER_FAILED)
+            elif fetch.is_on:
+                after = self._source_after(fetch)
+                asks_homes = (fetch.waiters or fetch.keeps) and not fetch.recallers
+                homes_first = asks_homes and self._others_read(fetch.block)
+                if after is not None and not (after.is_shared and homes_first):
+                    self._read_source(now, fetch, after)
+                    return
+                self._ask_elsewhere(now, fetch, WayEvent.ASK_HOMES)
         else:
             assert room is not None
-            fetch.from_disk = False
-            if wanted:
-                self._over(fetch.block)
+            races = fetch.way is Way.RACING
+            if not races:
+                self._over(fetch)
             self._deliver(fetch, room, digest, source.tier, now - fetch.started_at, committed_at)
-            if not wanted:  # it was asked for elsewhere, too
+            if races:
                 fetch.keeps.clear()
                 self._end(now, fetch)
-            self._tell_recallers(fetch)
+        self._tell_recallers(fetch)
         self.drain(now)
 
-    def _ask_elsewhere(self, now: float, fetch: _Fetch) -> None:
-        """The disk did not give a block, or not in time: ask another home, if there is one."""
-        if (fetch.waiters or fetch.keeps) and not fetch.asked_homes:
-            self._read(now, fetch)
+    def _ask_elsewhere(self, now: float, fetch: Fetch, event: WayEvent) -> None:
+        """The disk did not give a block, or not in time (`event`): ask another home, if there is
+        one."""
+        last = fetch.way is Way.LAST
+        if (fetch.waiters or fetch.keeps) and not last:
+            self._read(now, fetch, event)
         else:
-            self._over(fetch.block)
-            late = self._take_late(fetch) if fetch.asked_homes else []
+            self._over(fetch)
+            late = self._take_late(fetch) if last else []
             self._end_without(fetch, MissReason.NOT_FOUND)
             self._fetch_anew(now, fetch.block, late)
 
-    def _tell_recallers(self, fetch: _Fetch) -> None:
+    def _tell_recallers(self, fetch: Fetch) -> None:
         recallers, fetch.recallers = fetch.recallers, []
         for then in recallers:
             then()
 
     # --- fetches ------------------------------------------------------------------------------
 
-    def _probes(self, now: float, *, looks_for_company: bool) -> _Probes | None:
+    def _probes(self, now: float, *, looks_for_company: bool) -> Probes | None:
         """An empty set of probes for a batch; None = its blocks are read one by one."""
         if looks_for_company or not self.requester.may_probe(now):
             return None
-        return _Probes()
+        return Probes()
 
-    def _follow(
-        self, now: float, block: BlockId, deadline: float, probes: _Probes
-    ) -> _Fetch | None:
+    def _follow(self, now: float, block: BlockId, deadline: float, probes: Probes) -> Fetch | None:
         """Let a block wait for the probe of its home, or be that probe if the home has none in this
         batch (`probes`). None = it can do neither."""
         full = len(self._fetches) >= self.requester.config.max_fetches
@@ -630,24 +551,28 @@ class Reads:
             probe.home = home
             probes.by_home[home] = probes.by_homes[others] = probe
             return probe
+        if not probe.is_on:  # another of its batch, which the disk did not give, has ended it
+            return None
         self._metrics.fetches_total += 1
-        fetch = self._begin(block, deadline, now)
+        fetch = self._begin(block, deadline, now, WayEvent.FOLLOW)
         probe.followers.append(fetch)
         return fetch
 
-    def _begin(self, block: BlockId, deadline: float, now: float) -> _Fetch:
+    def _begin(self, block: BlockId, deadline: float, now: float, event: WayEvent) -> Fetch:
         """A block is on its way here from now on."""
         if self.courier is not None:
             self.courier.yield_to(now, block)
             self.courier.fetching[bucket_of(block.key)] += 1
-        fetch = self._fetches[block] = _Fetch(block, deadline, now)
+        fetch = self._fetches[block] = Fetch(block, deadline, now)
+        fetch.happen(event)
         return fetch
 
-    def _over(self, block: BlockId) -> _Fetch:
+    def _over(self, fetch: Fetch) -> None:
         """It is not any more."""
+        fetch.happen(WayEvent.END)
         if self.courier is not None:
-            self.courier.fetching[bucket_of(block.key)] -= 1
-        return self._fetches.pop(block)
+            self.courier.fetching[bucket_of(fetch.block.key)] -= 1
+        del self._fetches[fetch.block]
 
     def _join(
         self,
@@ -660,12 +585,12 @@ class Reads:
         expect_size: int | None = None,
         recall_digest: int = 0,
         order: Sequence[int] | None = None,
-    ) -> _Fetch:
+    ) -> Fetch:
         fetch = self._fetches.get(block)
         if fetch is not None:
             self._metrics.gets_joined_total += 1
             fetch.for_later |= bool(group)
-            if deadline > fetch.deadline and not fetch.recalls:
+            if deadline > fetch.deadline and fetch.way is not Way.RECALLED:
                 fetch.deadline = deadline
                 self.requester.extend(fetch.fetch_id, deadline)
             return fetch
@@ -676,20 +601,19 @@ class Reads:
             company = bool(gather_ms or group or expect) or self.requester.shares(now)
             order = self._spread.order(block, homes, company=company)
         homes = order
-        digest, recalls = 0, False
+        digest, event = 0, WayEvent.ASK_HOMES
         chunking = CELLS if pool is None or block in self.residents else pool.chunking
         if pool is not None and not homes:
             chunking = CELLS  # only a switch can have it
             digest = recall_digest or self._store.evicted_digest(block)
             other = pool.another_node()
             if other != NO_NODE and digest:
-                homes, recalls = [other], True
+                homes, event = [other], WayEvent.ASK_SWITCH
                 deadline = min(deadline, now + self._options.recall_probe_s)
         waits = self._expect_waits(block.namespace, group) if expect else 1
         # Who was to ask, and comes late, finds that another asks in its place.
         expect = expect or bool(group and self.requester.hears(now, group))
-        fetch = self._begin(block, deadline, now)
-        fetch.recalls = recalls
+        fetch = self._begin(block, deadline, now, event)
         fetch.for_later = bool(group)  # other members may wait for what this one asks for
         fetch.fetch_id = self.requester.fetch(
             now,
@@ -728,12 +652,12 @@ class Reads:
             self._end(now, fetch)
         self.drain(now)
 
-    def _end(self, now: float, fetch: _Fetch) -> None:
-        """End a fetch without its block; call `drain` next."""
-        if fetch.fetch_id >= 0:
+    def _end(self, now: float, fetch: Fetch) -> None:
+        """End a fetch without its block, unless it has ended; call `drain` next."""
+        if fetch.way in BY_REQUESTER:
             self.requester.cancel(now, fetch.fetch_id)
-        else:
-            self._over(fetch.block)
+        elif fetch.is_on:
+            self._over(fetch)
             self._end_without(fetch, MissReason.CANCELLED)
 
     # --- time and events ----------------------------------------------------------------------
@@ -752,7 +676,7 @@ class Reads:
         self.requester.handle_timer(now)
         self.drain(now)
         while (batch := self._timers.pop_due(now)) is not None:
-            if isinstance(batch, _Patience):
+            if isinstance(batch, Patience):
                 self._out_of_patience(now, batch.fetch)
                 continue
             assert isinstance(batch, GetBatch)
@@ -760,16 +684,14 @@ class Reads:
                 if item is None:
                     self._missed(batch, position, local.MISS, MissReason.DEADLINE)
 
-    def _out_of_patience(self, now: float, fetch: _Fetch) -> None:
+    def _out_of_patience(self, now: float, fetch: Fetch) -> None:
         """The disk takes long: ask another home as well. Whoever brings the block first, gives
         it."""
-        if not fetch.from_disk or not self.is_on(fetch):
-            return
-        if fetch.fetch_id >= 0:
-            return  # it is asked for elsewhere since the tier before this one took long
+        if fetch.way is not Way.ON_DISK:
+            return  # it may be asked for elsewhere since the tier before this one took long
         pool = self._outbox.pool
         if pool is not None and pool.other_homes_of(fetch.block):
-            self._ask_elsewhere(now, fetch)
+            self._ask_elsewhere(now, fetch, WayEvent.ASK_HOMES_TOO)
         self._tell_recallers(fetch)
         self.drain(now)
 
@@ -780,7 +702,7 @@ class Reads:
             if isinstance(event, Fetched):
                 self._fetched(now, event)
             elif isinstance(event, Missed):
-                self._not_fetched(now, self._over(event.block), event.reason)
+                self._not_fetched(now, self._fetches[event.block], event.reason)
             elif isinstance(event, TryBulk):
                 # What waits for this probe would only find out the same.
                 self._bulk_followers(self._fetches[event.block], event.home)
@@ -799,7 +721,8 @@ class Reads:
                 self._take_offer(now, event)
 
     def _fetched(self, now: float, event: Fetched) -> None:
-        fetch = self._over(event.block)
+        fetch = self._fetches[event.block]
+        self._over(fetch)
         reservation, report = event.reservation, event.report
         assert isinstance(reservation, ArenaReservation)
         if report.bulk:
@@ -811,13 +734,15 @@ class Reads:
         else:
             self._read_followers(now, fetch)
 
-    def _not_fetched(self, now: float, fetch: _Fetch, reason: MissReason) -> None:
-        """No home has given the block of a fetch that is over."""
+    def _not_fetched(self, now: float, fetch: Fetch, reason: MissReason) -> None:
+        """No home has given the block of a fetch: it is over."""
+        way = fetch.way
+        self._over(fetch)
         late: list[tuple[GetBatch, int]] = []
-        if not self._read_shared(now, fetch, reason):
+        if way is Way.RACING or not self._read_shared(now, fetch, reason):
             if reason is MissReason.NOT_FOUND:
                 late = self._take_late(fetch)
-            over = fetch.recalls and reason is MissReason.DEADLINE
+            over = way is Way.RECALLED and reason is MissReason.DEADLINE
             self._end_without(fetch, MissReason.NOT_FOUND if over else reason)
         if reason is MissReason.NOT_FOUND:
             self._home_lacks(now, fetch)
@@ -827,7 +752,7 @@ class Reads:
 
     def _deliver(
         self,
-        fetch: _Fetch,
+        fetch: Fetch,
         reservation: ArenaReservation,
         digest: int,
         tier: str,
@@ -857,7 +782,7 @@ class Reads:
             kept(True)
         self._store.unpin(copy)
 
-    def _end_without(self, fetch: _Fetch, reason: MissReason) -> None:
+    def _end_without(self, fetch: Fetch, reason: MissReason) -> None:
         status = _STATUS_OF_MISS.get(reason, local.MISS)
         refusal = self._reservations.end(fetch.block)
         if status == local.NO_ROOM:
@@ -872,7 +797,7 @@ class Reads:
             # Its own READ was overheard, too: two members must not keep each other asking for ever.
             self._not_overheard[fetch.block] = self._now + self._options.overheard_s
 
-    def _take_late(self, fetch: _Fetch) -> list[tuple[GetBatch, int]]:
+    def _take_late(self, fetch: Fetch) -> list[tuple[GetBatch, int]]:
         """Remove and return those waiters that joined after the fetch had begun. A put may lie
         between: the homes were asked before it, these gets came after it."""
         early: list[tuple[GetBatch, int]] = []
@@ -891,32 +816,42 @@ class Reads:
 
     # --- what a probe has shown ---------------------------------------------------------------
 
-    def _read_followers(self, now: float, probe: _Fetch) -> None:
+    def _read_followers(self, now: float, probe: Fetch) -> None:
         """Read the blocks that waited for this probe, one by one."""
         followers, probe.followers = probe.followers, []
         for fetch in followers:
             self._read(now, fetch)
 
-    def _home_lacks(self, now: float, probe: _Fetch) -> None:
+    def _home_lacks(self, now: float, probe: Fetch) -> None:
         """The home that was probed has not got the probe's block, and may have the others."""
         if probe.home is not None and len(probe.followers) > FEW_FOLLOWERS:
             self._bulk_followers(probe, probe.home)
         else:
             self._read_followers(now, probe)
 
-    def _bulk_followers(self, probe: _Fetch, home: int) -> None:
+    def _bulk_followers(self, probe: Fetch, home: int) -> None:
         """Fetch the blocks that waited for this probe from its home, over the bulk link."""
         followers, probe.followers = probe.followers, []
         for fetch in followers:
-            if self.is_on(fetch):
+            if fetch.is_on:
+                fetch.happen(WayEvent.CONVEY)
                 self._outbox.calls.append(_Rest(self, fetch).call(home))
 
-    def _read(self, now: float, fetch: _Fetch, *, probe: bool = True) -> None:
-        """Read a block that was to come another way. `probe`: whether an offer may be taken."""
-        if not self.is_on(fetch):
+    def _read(
+        self,
+        now: float,
+        fetch: Fetch,
+        event: WayEvent = WayEvent.ASK_HOMES,
+        *,
+        probe: bool = True,
+    ) -> None:
+        """Read a block that was to come another way, instead or (`event`) as well. `probe`: whether
+        an offer may be taken."""
+        if not fetch.is_on:
             return  # it has ended
         pool = self._outbox.pool
         homes = pool.other_homes_of(fetch.block) if pool is not None else []
+        fetch.happen(event)
         fetch.fetch_id = self.requester.fetch(
             now,
             fetch.block,
@@ -929,20 +864,16 @@ class Reads:
 
     # --- the bulk way -------------------------------------------------------------------------
 
-    def is_on(self, fetch: _Fetch) -> bool:
-        """Whether this fetch has not ended yet."""
-        return self._fetches.get(fetch.block) is fetch
-
-    def room(self, fetch: _Fetch, size_bytes: int) -> ArenaReservation | None:
+    def room(self, fetch: Fetch, size_bytes: int) -> ArenaReservation | None:
         """Room for a block that is to come over the bulk link, if it is still wanted."""
-        if not self.is_on(fetch) or size_bytes > self.requester.config.max_block_bytes:
+        if not fetch.is_on or size_bytes > self.requester.config.max_block_bytes:
             return None
         return self._reservations.reserve(fetch.block, size_bytes)
 
     def bulk_ended(
         self,
         now: float,
-        fetch: _Fetch,
+        fetch: Fetch,
         home: int,
         came: ArenaReservation | None,
         digest: int,
@@ -953,7 +884,7 @@ class Reads:
         self._now = now
         if outcome == bulk.WRONG_DIGEST:
             self._metrics.bulk_wrong_digest_total += 1
-        if not self.is_on(fetch):
+        if not fetch.is_on:
             if came is not None:
                 came.abort()
         elif outcome == bulk.NOT_FOUND:
@@ -965,12 +896,12 @@ class Reads:
                 self.requester.meet(now, fetch.block)
             self._read(now, fetch, probe=False)
         else:
-            self._over(fetch.block)
+            self._over(fetch)
             self._metrics.payload_bytes_received_bulk_get_total += came.view.nbytes
             self._deliver(fetch, came, digest, "bulk", now - fetch.started_at)
         self.drain(now)
 
-    def _lacked(self, now: float, fetch: _Fetch, home: int) -> None:
+    def _lacked(self, now: float, fetch: Fetch, home: int) -> None:
         """A home lacks a block: ask the next one over the bulk link, too, if there is one."""
         fetch.lacked_by += (home,)
         pool = self._outbox.pool
@@ -979,10 +910,11 @@ class Reads:
             return
         left = [node for node in pool.other_homes_of(fetch.block) if node not in fetch.lacked_by]
         if left:
+            fetch.happen(WayEvent.CONVEY)
             call = _Rest(self, fetch).call(self.requester.first_home(now, left))
             self._outbox.calls.append(call)
         else:
-            self._not_fetched(now, self._over(fetch.block), MissReason.NOT_FOUND)
+            self._not_fetched(now, fetch, MissReason.NOT_FOUND)
 
     def _take_offer(self, now: float, event: OfferReceived) -> None:
         """Fetch the rest of a block, and the blocks that waited for its probe, from the home that
@@ -1014,7 +946,7 @@ class Reads:
                 begin,
                 ended,
                 event.start_bytes,
-                lambda: self.is_on(fetch),
+                lambda: fetch.is_on,
                 may_read=True,
             )
         )
@@ -1086,7 +1018,7 @@ class Reads:
         self._outbox.calls.append(
             GetCall(
                 *(index, block, 0, present.deadline, begin, ended),
-                wanted=lambda: self.is_on(present),
+                wanted=lambda: present.is_on,
             )
         )
 
@@ -1125,7 +1057,7 @@ class _Rest:
 
     __slots__ = ("_digest", "_fetch", "_home", "_reads", "_room")
 
-    def __init__(self, reads: Reads, fetch: _Fetch) -> None:
+    def __init__(self, reads: Reads, fetch: Fetch) -> None:
         self._reads = reads
         self._fetch = fetch
         self._home = NO_NODE
@@ -1134,10 +1066,10 @@ class _Rest:
 
     def call(self, home: int) -> GetCall:
         """What is asked of that home."""
-        reads, fetch, self._home = self._reads, self._fetch, home
+        fetch, self._home = self._fetch, home
         return GetCall(
             *(home, fetch.block, 0, fetch.deadline, self._begin, self._ended),
-            wanted=lambda: reads.is_on(fetch),
+            wanted=lambda: fetch.is_on,
             may_read=True,
         )
 

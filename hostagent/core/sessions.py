@@ -23,7 +23,7 @@ import msgspec
 from kvcast.hostagent.core.access import ALL_TENANTS, Tenants
 from kvcast.hostagent.core.agent import AgentCore, MissingSecretError
 from kvcast.hostagent.core.courier import Rooms, given_lately
-from kvcast.hostagent.core.reads import GetBatch
+from kvcast.hostagent.core.fetches import GetBatch
 from kvcast.hostagent.core.shared_index import Region
 from kvcast.hostagent.core.store import RESERVED, Copy, QuotaError, StoreError
 from kvcast.hostagent.core.writes import PutBatch

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from kvcast.hostagent.core.reads import GetBatch
+from kvcast.hostagent.core.fetches import GetBatch
 from kvcast.protocol.messages.local import LOCAL_TIER
 from kvcast.protocol.messages.wire import BlockId
 from kvcast.protocol.requester import Story

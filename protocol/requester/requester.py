@@ -398,6 +398,11 @@ class Requester:
         """Fetches that have not ended."""
         return len(self._fetches)
 
+    def block_of(self, fetch_id: int) -> BlockId | None:
+        """The block of a fetch; None if there is none of this number, or it has ended."""
+        fetch = self._fetches.get(fetch_id)
+        return None if fetch is None else fetch.block
+
     @property
     def segments_in_flight(self) -> int:
         """Segments asked for, or arriving, and not complete."""

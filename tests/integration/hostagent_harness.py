@@ -340,6 +340,7 @@ class Pool:
         for agent in self.agents.values():
             await agent.close()
             agent.core.store.check()
+            agent.core.reads.check()
             assert not agent.core.store.used_bytes or agent.core.store.blocks()
         await self.controller.stop()
         self.switch.close()

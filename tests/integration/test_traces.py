@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from kvcast.hostagent.core.reads import GetBatch, GetItem
+from kvcast.hostagent.core.fetches import GetBatch, GetItem
 from kvcast.hostagent.core.tracing import MOST_KEYS, GetTrace, Traces
 from kvcast.hostagent.flags import parse
 from kvcast.hostagent.network.otlp import SpanSink

@@ -28,10 +28,11 @@ from kvcast.hostagent.core import cold as cold_module
 from kvcast.hostagent.core import queries
 from kvcast.hostagent.core import ssd as ssd_module
 from kvcast.hostagent.core.agent import AgentCore
+from kvcast.hostagent.core.fetches import GetBatch
 from kvcast.hostagent.core.handover import Handover
 from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.rdma_answers import Writing
-from kvcast.hostagent.core.reads import GetBatch, Reads
+from kvcast.hostagent.core.reads import Reads
 from kvcast.hostagent.core.recovery import Recovery
 from kvcast.hostagent.core.serving import Serving
 from kvcast.hostagent.core.sessions import Session

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import msgspec
 import pytest
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
+from kvcast.hostagent.core.fetches import GetBatch, GetItem
 from kvcast.hostagent.core.handover import REPORT_S
 from kvcast.hostagent.core.namespace_metrics import EVICTED_DRAM
 from kvcast.hostagent.core.pool import Pool, PoolMapError
-from kvcast.hostagent.core.reads import GetBatch, GetItem
 from kvcast.hostagent.core.sessions import AHEAD_OF_ARENA, AHEAD_OF_QUOTA, Session
 from kvcast.hostagent.core.ssd import SsdRules, SsdTier
 from kvcast.hostagent.core.store import Copy, Store, StoreRules
@@ -1560,6 +1560,7 @@ def test_what_a_client_that_has_gone_waited_for_is_fetched_no_more() -> None:
     assert replies == []
     assert reader.core.metrics.local_replies_dropped_total == 1
     reader.core.requester.check()
+    reader.core.reads.check()
     reader.core.store.check()
 
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import pytest
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
-from kvcast.hostagent.core.reads import FEW_FOLLOWERS, GetBatch, GetItem
+from kvcast.hostagent.core.fetches import GetBatch, GetItem
+from kvcast.hostagent.core.reads import FEW_FOLLOWERS
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.protocol.links.bulk import UNREACHABLE, BulkOptions
@@ -136,6 +137,7 @@ class Pool:
             pass
         for node in self.nodes.values():
             node.core.requester.check()
+            node.core.reads.check()
             node.link.check()
             node.core.store.check()
 

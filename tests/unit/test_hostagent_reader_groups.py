@@ -11,7 +11,7 @@ from collections import Counter
 from unittest import mock
 
 import msgspec
-from kvcast.hostagent.core.reads import GetBatch, GetItem
+from kvcast.hostagent.core.fetches import GetBatch, GetItem
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.control import GroupInfo
 from kvcast.protocol.messages.wire import CHUNK_BYTES, OP_DATA, OP_READ, BlockId, Frame
