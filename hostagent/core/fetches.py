@@ -24,8 +24,8 @@ from enum import IntEnum
 from typing import Final, NamedTuple, Protocol
 
 from kvcast.hostagent.core.store import Copy
+from kvcast.protocol.impossible import ImpossibleEventError
 from kvcast.protocol.messages.wire import BlockId
-from kvcast.protocol.requester import ImpossibleEventError
 from kvcast.protocol.timers import Timer
 
 
