@@ -13,7 +13,7 @@ fetch ends on its own way: ENDED tells no more which one that was.
 | CONVEYED | the bulk link, by one call | the end of that call |
 | READ, RECALLED | the requester, by `fetch_id` | its `Fetched` or `Missed` |
 | ON_DISK, LAST | the tier `source` | the end of its read, or of our patience with it |
-| RACING | both of these | whichever gives the block; `Missed` ends it, too |
+| RACING | both of these | whichever gives the block; what fails leaves it to the other |
 """
 
 from __future__ import annotations
@@ -70,9 +70,11 @@ class WayEvent(IntEnum):
     """The tier takes long."""
     TIER_FAILED = 6
     """The tier has not given it, and others are being asked."""
-    ASK_LAST_TIER = 7
+    HOMES_LACK = 7
+    """No home has given it, and the tier may still."""
+    ASK_LAST_TIER = 8
     """A tier below holds it, and no home has given it."""
-    END = 8
+    END = 9
     """It is there, or nobody has given it, or nobody wants it."""
 
 
@@ -91,7 +93,7 @@ TRANSITIONS: Final[dict[Way, dict[WayEvent, Way]]] = {
     _W.READ: {_E.END: _W.ENDED},
     _W.RECALLED: {_E.END: _W.ENDED},
     _W.ON_DISK: {_E.ASK_HOMES: _W.READ, _E.ASK_HOMES_TOO: _W.RACING, _E.END: _W.ENDED},
-    _W.RACING: {_E.TIER_FAILED: _W.READ, _E.END: _W.ENDED},
+    _W.RACING: {_E.TIER_FAILED: _W.READ, _E.HOMES_LACK: _W.ON_DISK, _E.END: _W.ENDED},
     _W.LAST: {_E.END: _W.ENDED},
     _W.ENDED: {},
 }
@@ -171,7 +173,7 @@ class Fetch:
     started_at: float
     way: Way = Way.NEW
     fetch_id: int = -1
-    """The requester's number of it; -1 = it has had none."""
+    """The requester's number of it; -1 = it has none."""
     waiters: list[tuple[GetBatch, int]] = field(default_factory=list)
     keeps: list[Callable[[bool], None]] = field(default_factory=list)
     followers: list[Fetch] = field(default_factory=list)
@@ -191,6 +193,11 @@ class Fetch:
     def is_on(self) -> bool:
         """Whether it has not ended yet."""
         return self.way is not Way.ENDED
+
+    @property
+    def is_for_us(self) -> bool:
+        """Whether it is for this node itself, now or later, and not for another that asked."""
+        return bool(self.waiters or self.keeps) or self.for_later
 
     def happen(self, event: WayEvent) -> None:
         """Go to where the table leads."""

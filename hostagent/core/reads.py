@@ -10,7 +10,7 @@ How a block can get from one way to another: `TRANSITIONS` in `fetches`.
 
 1. The block lies in the arena: the get ends at once.
 2. It lies on this node's disk: the get waits for that. If the disk takes too long or fails, the
-   block is asked for elsewhere, too.
+   block is asked for elsewhere, too. If nobody else has it, the get goes on waiting for the disk.
 3. The block is being fetched: the get joins that fetch.
 4. The block has other homes: they are asked, in the map's order. A store that all nodes share is
    read by the block's homes. Other nodes read it there only if no home has given them the block.
@@ -92,6 +92,8 @@ _WITHOUT_HOMES: Final = frozenset(
     {MissReason.DEADLINE, MissReason.CANCELLED, MissReason.NO_MEMORY, MissReason.QUEUE_FULL}
 )
 """Reasons that do not say that the homes lack the block."""
+_FOR_GOOD: Final = frozenset({MissReason.DEADLINE, MissReason.CANCELLED})
+"""Reasons for which a fetch ends, whoever else may have the block."""
 
 
 MOST_EXPECT_WAITS: Final = 8
@@ -481,7 +483,7 @@ class Reads:
                 fetch.happen(WayEvent.TIER_FAILED)
             elif fetch.is_on:
                 after = self._source_after(fetch)
-                asks_homes = (fetch.waiters or fetch.keeps) and not fetch.recallers
+                asks_homes = fetch.is_for_us and not fetch.recallers
                 homes_first = asks_homes and self._others_read(fetch.block)
                 if after is not None and not (after.is_shared and homes_first):
                     self._read_source(now, fetch, after)
@@ -503,7 +505,7 @@ class Reads:
         """The disk did not give a block, or not in time (`event`): ask another home, if there is
         one."""
         last = fetch.way is Way.LAST
-        if (fetch.waiters or fetch.keeps) and not last:
+        if fetch.is_for_us and not last:
             self._read(now, fetch, event)
         else:
             self._over(fetch)
@@ -735,7 +737,11 @@ class Reads:
             self._read_followers(now, fetch)
 
     def _not_fetched(self, now: float, fetch: Fetch, reason: MissReason) -> None:
-        """No home has given the block of a fetch: it is over."""
+        """No home has given the block of a fetch: it is over, unless the disk may still give it."""
+        if fetch.way is Way.RACING and reason not in _FOR_GOOD:
+            fetch.happen(WayEvent.HOMES_LACK)
+            fetch.fetch_id = -1
+            return
         way = fetch.way
         self._over(fetch)
         late: list[tuple[GetBatch, int]] = []

@@ -208,7 +208,23 @@ def the_disk_is_slow_and_fails() -> Iterator[Way]:
     yield scene.fetch(1).way
 
 
-def the_disk_is_slow_and_no_home_has_it() -> Iterator[Way]:
+def the_disk_is_slow_and_nobody_else_has_it() -> Iterator[Way]:
+    disk = Tier(1)
+    scene = Scene([2], disk)
+    _, items = scene.get(1)
+    yield scene.fetch(1).way
+    scene.wait(0.4)
+    yield scene.fetch(1).way
+    scene.exchange()
+    assert items == []
+    yield scene.fetch(1).way
+    disk.give(scene.reader.now, b"from the disk")
+    scene.reads.check()
+    assert [scene.reader.bytes_of(item) for item in items] == [b"from the disk"]
+    yield Way.ENDED
+
+
+def the_disk_is_slow_and_fails_and_only_a_store_has_it() -> Iterator[Way]:
     disk, cold = Tier(1), Tier(1, is_shared=True)
     scene = Scene([2], disk, cold)
     _, items = scene.get(1)
@@ -216,8 +232,26 @@ def the_disk_is_slow_and_no_home_has_it() -> Iterator[Way]:
     scene.wait(0.4)
     yield scene.fetch(1).way
     scene.exchange()
+    yield scene.fetch(1).way
+    disk.ended(scene.reader.now, "damaged", 0, 0.0)
+    yield scene.fetch(1).way
+    scene.exchange()
+    assert scene.fetch(1).way is Way.LAST
+    cold.give(scene.reader.now, b"from the store")
+    scene.reads.check()
+    assert [scene.reader.bytes_of(item) for item in items] == [b"from the store"]
+    yield Way.ENDED
+
+
+def the_disk_is_slow_and_time_is_up() -> Iterator[Way]:
+    disk = Tier(1)
+    scene = Scene([2], disk)
+    _, items = scene.get(1)
+    yield scene.fetch(1).way
+    scene.wait(0.4)
+    yield scene.fetch(1).way
+    scene.wait(60.0)
     assert [item.status for item in items] == [local.MISS]
-    assert cold.asked == 0
     disk.ended(scene.reader.now, "too late", 0, 0.0)
     scene.reads.check()
     yield Way.ENDED
@@ -289,7 +323,9 @@ WALKS: list[Callable[[], Iterator[Way]]] = [
     the_disk_fails,
     the_disk_is_slow_and_gives_it,
     the_disk_is_slow_and_fails,
-    the_disk_is_slow_and_no_home_has_it,
+    the_disk_is_slow_and_nobody_else_has_it,
+    the_disk_is_slow_and_fails_and_only_a_store_has_it,
+    the_disk_is_slow_and_time_is_up,
     no_home_has_it,
     it_is_given_up_while_it_follows,
     the_probe_is_a_miss,
@@ -304,6 +340,8 @@ WAYS: list[list[Way]] = [
     [W.ON_DISK, W.READ],
     [W.ON_DISK, W.RACING, W.ENDED],
     [W.ON_DISK, W.RACING, W.READ],
+    [W.ON_DISK, W.RACING, W.ON_DISK, W.ENDED],
+    [W.ON_DISK, W.RACING, W.ON_DISK, W.READ, W.ENDED],
     [W.ON_DISK, W.RACING, W.ENDED],
     [W.LAST, W.ENDED],
     [W.FOLLOWING, W.ENDED],
@@ -322,6 +360,27 @@ def test_the_table_names_these_steps_and_no_others() -> None:
     steps = {step for ways in WAYS for step in itertools.pairwise([Way.NEW, *ways])}
     named = {(way, to) for way, row in fetches.TRANSITIONS.items() for to in row.values()}
     assert named == steps
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_prefetched_is_asked_for_elsewhere_as_well_where_the_disk_does_not_give_it(
+    fails: bool,
+) -> None:
+    disk = Tier(1)
+    scene = Scene([2], disk)
+    scene.home.hold(1, b"from its home")
+    now = scene.reader.now
+    assert scene.reads.prefetch(now, 1, [key(1)], now + 5.0) == 1
+    if fails:
+        disk.ended(now, "damaged", 0, 0.0)
+    else:
+        scene.wait(0.4)
+    assert scene.fetch(1).way is (Way.READ if fails else Way.RACING)
+    scene.exchange()
+    assert scene.reads.waiting == 0
+    copy = scene.reader.core.store.peek(BlockId(1, key(1)))
+    assert copy is not None
+    assert copy.digest == digest_of(b"from its home")
 
 
 # --- what an event may bring about in between -------------------------------------------------
