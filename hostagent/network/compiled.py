@@ -3,6 +3,7 @@ cache, so that agents that start later find it there. Owns: the list of what is 
 """
 
 from kvcast.hostagent.network import calling_card, courier, lander, landing_zone, mover
+from kvcast.native.subset import Struct, ctypes_of
 from kvcast.protocol import chains, lane, lookups, meetings, placement, pushing
 from kvcast.protocol import courier as couriers
 from kvcast.protocol.requester import landing
@@ -13,11 +14,14 @@ _CARDS = (landing, calling_card, landing_zone)
 
 
 def have_ready(*, cards: bool) -> None:
-    """Have it in this process, so that no fork of it compiles or reads anything."""
+    """Have it in this process, with the structures that it works on, so that no fork of it compiles
+    or reads anything, or works out how a structure lies."""
     modules = (*_AGENT, *([lander] if lander.available() else []), *(_CARDS if cards else ()))
     for module in modules:
         make = getattr(module, "compiled", None) or module._compiled
         make()
+    for structure in Struct.__subclasses__():
+        ctypes_of(structure)
 
 
 if __name__ == "__main__":
