@@ -27,7 +27,7 @@ from enum import Enum
 from typing import Final
 
 from kvcast.hostagent.death_watch import DeathWatch
-from kvcast.protocol.impossible import ImpossibleEventError
+from kvcast.protocol.impossible import after
 
 
 class AgentState(Enum):
@@ -102,10 +102,7 @@ class AgentProcess:
 
     def happen(self, event: AgentEvent) -> None:
         """Go to where the table leads; ImpossibleEventError if it leads nowhere."""
-        state = TRANSITIONS[self.state].get(event)
-        if state is None:
-            raise ImpossibleEventError(f"agent {self.pid} is {self.state.name}: no {event.name}")
-        self.state = state
+        self.state = after(TRANSITIONS, self.state, event, f"agent {self.pid}")
 
     def signal(self, number: int) -> None:
         """Send it a signal, unless it is gone: its number is anybody's then."""

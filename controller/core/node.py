@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from kvcast.protocol.impossible import ImpossibleEventError
+from kvcast.protocol.impossible import after
 from kvcast.protocol.messages.control import NodeInfo
 from kvcast.protocol.messages.ethernet import ETHERNET_MTU_BYTES
 
@@ -183,7 +183,4 @@ class Node:
 
     def happen(self, event: NodeEvent) -> None:
         """Go to where the table leads; ImpossibleEventError if it leads nowhere."""
-        standing = TRANSITIONS[self.standing].get(event)
-        if standing is None:
-            raise ImpossibleEventError(f"{self.node_id} is {self.standing.name}: no {event.name}")
-        self.standing = standing
+        self.standing = after(TRANSITIONS, self.standing, event, self.node_id)

@@ -24,7 +24,7 @@ from enum import IntEnum
 from typing import Final, NamedTuple, Protocol
 
 from kvcast.hostagent.core.store import Copy
-from kvcast.protocol.impossible import ImpossibleEventError
+from kvcast.protocol.impossible import after
 from kvcast.protocol.messages.wire import BlockId
 from kvcast.protocol.timers import Timer
 
@@ -200,11 +200,8 @@ class Fetch:
         return bool(self.waiters or self.keeps) or self.for_later
 
     def happen(self, event: WayEvent) -> None:
-        """Go to where the table leads."""
-        way = TRANSITIONS[self.way].get(event)
-        if way is None:
-            raise ImpossibleEventError(f"{self} is {self.way.name}: no {event.name}")
-        self.way = way
+        """Go to where the table leads; ImpossibleEventError if it leads nowhere."""
+        self.way = after(TRANSITIONS, self.way, event, self)
 
     def check(self) -> None:
         """That a fetch that is on its way agrees with itself."""

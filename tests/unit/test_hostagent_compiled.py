@@ -15,8 +15,13 @@ _PROGRAM = """
 import sys
 from kvcast.hostagent import daemon
 from kvcast.hostagent.supervisor import warm_up
+from kvcast.native.subset import Struct, ctypes_of
 
 warm_up(cards=CARDS)
+worked_out = ctypes_of.cache_info().misses
+for structure in Struct.__subclasses__():
+    ctypes_of(structure)
+assert worked_out == ctypes_of.cache_info().misses, "structures are left for the agent"
 makers = {
     name: maker
     for name, module in list(sys.modules.items())

@@ -164,10 +164,16 @@ def recall() -> Iterator[Way]:
     yield Way.ENDED
 
 
-def the_disk_gives_it() -> Iterator[Way]:
+def asked_of_a_disk(*further: Tier) -> tuple[Tier, Scene, list[GetItem]]:
+    """A get of a block that lies on the disk, and may lie with its home."""
     disk = Tier(1)
-    scene = Scene([2], disk)
-    scene.get(1)
+    scene = Scene([2], disk, *further)
+    _, items = scene.get(1)
+    return disk, scene, items
+
+
+def the_disk_gives_it() -> Iterator[Way]:
+    disk, scene, _ = asked_of_a_disk()
     yield scene.fetch(1).way
     disk.give(scene.reader.now, b"from the disk")
     scene.reads.check()
@@ -175,9 +181,7 @@ def the_disk_gives_it() -> Iterator[Way]:
 
 
 def the_disk_fails() -> Iterator[Way]:
-    disk = Tier(1)
-    scene = Scene([2], disk)
-    scene.get(1)
+    disk, scene, _ = asked_of_a_disk()
     yield scene.fetch(1).way
     disk.ended(scene.reader.now, "damaged", 0, 0.0)
     scene.reads.check()
@@ -185,9 +189,7 @@ def the_disk_fails() -> Iterator[Way]:
 
 
 def the_disk_is_slow_and_gives_it() -> Iterator[Way]:
-    disk = Tier(1)
-    scene = Scene([2], disk)
-    scene.get(1)
+    disk, scene, _ = asked_of_a_disk()
     yield scene.fetch(1).way
     scene.wait(0.4)
     yield scene.fetch(1).way
@@ -197,9 +199,7 @@ def the_disk_is_slow_and_gives_it() -> Iterator[Way]:
 
 
 def the_disk_is_slow_and_fails() -> Iterator[Way]:
-    disk = Tier(1)
-    scene = Scene([2], disk)
-    scene.get(1)
+    disk, scene, _ = asked_of_a_disk()
     yield scene.fetch(1).way
     scene.wait(0.4)
     yield scene.fetch(1).way
@@ -209,9 +209,7 @@ def the_disk_is_slow_and_fails() -> Iterator[Way]:
 
 
 def the_disk_is_slow_and_nobody_else_has_it() -> Iterator[Way]:
-    disk = Tier(1)
-    scene = Scene([2], disk)
-    _, items = scene.get(1)
+    disk, scene, items = asked_of_a_disk()
     yield scene.fetch(1).way
     scene.wait(0.4)
     yield scene.fetch(1).way
@@ -225,9 +223,8 @@ def the_disk_is_slow_and_nobody_else_has_it() -> Iterator[Way]:
 
 
 def the_disk_is_slow_and_fails_and_only_a_store_has_it() -> Iterator[Way]:
-    disk, cold = Tier(1), Tier(1, is_shared=True)
-    scene = Scene([2], disk, cold)
-    _, items = scene.get(1)
+    cold = Tier(1, is_shared=True)
+    disk, scene, items = asked_of_a_disk(cold)
     yield scene.fetch(1).way
     scene.wait(0.4)
     yield scene.fetch(1).way
@@ -244,9 +241,7 @@ def the_disk_is_slow_and_fails_and_only_a_store_has_it() -> Iterator[Way]:
 
 
 def the_disk_is_slow_and_time_is_up() -> Iterator[Way]:
-    disk = Tier(1)
-    scene = Scene([2], disk)
-    _, items = scene.get(1)
+    disk, scene, items = asked_of_a_disk()
     yield scene.fetch(1).way
     scene.wait(0.4)
     yield scene.fetch(1).way

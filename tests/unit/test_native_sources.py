@@ -13,10 +13,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from kvcast.hostagent.network.compiled import have_ready
 from kvcast.native import subset
 from kvcast.native.sources import sources_of
-from kvcast.native.subset import Library, Struct, ctypes_of
+from kvcast.native.subset import Library
 
 TEXT = """
 from kvcast.native.subset import U64, native
@@ -158,12 +157,3 @@ def test_a_damaged_file_of_the_cache_is_made_anew(
         file.write_bytes(damage)
         assert [answer(example), answer(example)] == [11, 11]
     assert len(makings) == 3
-
-
-def test_forks_of_what_has_all_ready_work_out_no_structure() -> None:
-    have_ready(cards=False)
-    worked_out = ctypes_of.cache_info  # type: ignore[attr-defined]
-    before = worked_out().misses
-    for structure in Struct.__subclasses__():
-        ctypes_of(structure)
-    assert worked_out().misses == before
