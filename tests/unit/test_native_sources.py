@@ -138,6 +138,17 @@ def test_texts_of_modules_that_are_loaded_besides_count(
     assert sources_of([example.answer]) not in (before, None)
 
 
+def test_who_has_loaded_a_text_before_it_changed_does_not_pass_for_the_new_one(
+    example: Any, tmp_path: Path
+) -> None:
+    changed = TEXT.replace("a * FACTOR", "a + FACTOR")
+    (tmp_path / "sources" / f"{NAME}.py").write_text(changed)
+    before = sources_of([example.answer])
+    after = sources_of([made(tmp_path / "sources", changed).answer])
+    assert None not in (before, after)
+    assert before != after
+
+
 def test_of_a_text_that_cannot_be_read_nothing_is_known(example: Any, tmp_path: Path) -> None:
     assert sources_of([example.answer]) is not None
     elsewhere = made(tmp_path / "elsewhere")
