@@ -679,7 +679,7 @@ class SsdTier:
 
     def _take_passing(self, namespace: int | None) -> Copy | None:
         """A copy that came from disk, was not used since, and still lies there."""
-        for block, used_at in list(self._passing.items())[:_REFUSED_A_ROUND]:
+        for block, used_at in list(itertools.islice(self._passing.items(), _REFUSED_A_ROUND)):
             if namespace is not None and block.namespace != namespace:
                 continue
             del self._passing[block]

@@ -6,6 +6,7 @@ Oracle: what was put, and the bounds that the rules state.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 from dram import ARENA, SIZE, Dram, block
@@ -25,7 +26,8 @@ from kvcast.hostagent.tiers.ssd.layout import (
     scan,
 )
 from kvcast.hostagent.tiers.ssd.orders import Kind, Order
-from kvcast.protocol.messages.wire import digest_of
+from kvcast.protocol.bounded_map import BoundedMap
+from kvcast.protocol.messages.wire import BlockId, digest_of
 from kvcast.simulation.disk import SimDisk
 
 UNIT, SLAB = 4096, 32 * 4096
@@ -554,6 +556,26 @@ def test_what_is_read_once_goes_first_and_what_comes_again_stays() -> None:
     assert bench.tier.counters.promotions_hot == 1
     bench.fill(range(24, 28))
     assert bench.in_dram(0)
+
+
+def test_of_many_blocks_that_pass_a_few_are_looked_at_for_each_that_goes() -> None:
+    looked = 0
+
+    class Counted(BoundedMap[BlockId, float]):
+        def items(self) -> Iterator[tuple[BlockId, float]]:  # type: ignore[override]
+            nonlocal looked
+            for each in super().items():
+                looked += 1
+                yield each
+
+    bench = Bench()
+    passing = bench.tier._passing = Counted(65536)
+    for number in range(10_000):
+        passing[block(number, namespace=2)] = 0.0
+    bench.fill(range(20))
+    assert not bench.in_dram(0)
+    gone = 10_000 - len(passing)
+    assert 0 < gone <= looked < 1000
 
 
 @pytest.mark.parametrize("order", [1, -1])
