@@ -88,11 +88,11 @@ demo: $(STAMP) ## eight inference nodes read the same prefixes, plainly and thro
 	@$(BIN)/kvcast demo --out kvcast-out
 
 check: setup lint ## lint, types and the tests that are quick: what to run while you work
-	@$(IN_PARALLEL) -m 'not slow and not alone' tests/unit tests/property tests/stf tests/simulation
+	@$(IN_PARALLEL) -m 'not slow and not in_step' tests/unit tests/property tests/stf tests/simulation
 
 test: setup setup-shell lint ## lint, types and all tests but those below; what needs root or BMv2 skips without
-	@$(IN_PARALLEL) -m 'not alone and not mutation'
-	@$(BIN)/python -m pytest -m alone
+	@$(IN_PARALLEL) -m 'not in_step and not mutation'
+	@$(BIN)/python -m pytest -m in_step --numprocesses 2 --dist worksteal tests/integration tests/engines
 
 # The same tests once more, on a product that has lost a defence or has got a bug.
 test-mutations: setup ## would the tests notice? defences are taken out and bugs are planted, one at a time

@@ -13,7 +13,7 @@ from engines_harness import PYTHON, needs_engines
 from kvcast.bench.gpu import main
 from kvcast.service.commands import EXIT_OK
 
-pytestmark = [needs_engines, pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [needs_engines, pytest.mark.in_step, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_what_the_pool_holds_is_loaded_and_right(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from engines_harness import (
 from kvcast.bench.engines.engine import Answers, Engine, Prompt
 from kvcast.hostagent.client import Client
 
-pytestmark = [needs_engines, pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [needs_engines, pytest.mark.in_step, pytest.mark.slow, pytest.mark.timeout(900)]
 
 HANG_S = 60.0
 """Far beyond the deadline and any computing here: who takes longer hangs."""

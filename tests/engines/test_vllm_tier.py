@@ -100,7 +100,7 @@ async def answers(
         return given
 
 
-@pytest.mark.alone
+@pytest.mark.in_step
 @pytest.mark.timeout(900)
 async def test_an_engine_answers_by_what_another_has_offloaded_as_by_its_own_cache(
     tmp_path: Path,

@@ -15,7 +15,7 @@ from kvcast.bench.incast import IncastOptions, run
 from kvcast.protocol.messages.wire import CHUNK_BYTES
 from kvcast.topologies.pool import DATA_FRAME_BYTES, PoolError
 
-pytestmark = pytest.mark.alone  # it measures what processes do at once
+pytestmark = pytest.mark.in_step  # it measures what processes do at once
 
 
 async def test_each_byte_leaves_its_home_once_and_n_times_through_a_plain_switch(

@@ -29,7 +29,7 @@ from pool_harness import (
     running_pool,
 )
 
-pytestmark = pytest.mark.alone  # it measures what processes do at once
+pytestmark = pytest.mark.in_step  # it measures what processes do at once
 
 NODES = 4
 DEADLINE_S = 8.0

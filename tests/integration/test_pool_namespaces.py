@@ -18,7 +18,7 @@ from kvcast.topologies.pool import Runner, Switch, find_simple_switch
 from kvcast.topologies.star import Star
 
 pytestmark = [
-    pytest.mark.alone,  # it measures what processes do at once
+    pytest.mark.in_step,  # it measures what processes do at once
     pytest.mark.root,
     pytest.mark.skipif(
         namespaces.why_not() is not None, reason=namespaces.why_not() or "can be made"

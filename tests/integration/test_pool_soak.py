@@ -109,7 +109,7 @@ async def test_a_soak_with_one_fault_of_each_kind_ends_whole(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.alone
+@pytest.mark.in_step
 async def test_no_get_fails_and_nothing_is_lost_while_nodes_and_agents_come_and_go() -> None:
     moves = [
         plan.Fault(1.0, plan.DRAIN_NODE, 0, 0.2),
