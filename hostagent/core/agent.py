@@ -867,7 +867,7 @@ class AgentCore:
         if missing or changed or deleted:
             self.reads.forget_namespaces(now, missing.keys() | changed | deleted)
         for namespace in changed | deleted:
-            self.store.drop_namespace(namespace)
+            self.store.drop_namespace(namespace, at_once=namespace in changed)
         for namespace, info in missing.items():
             mine = not info.nodes or self.options.node_id in info.nodes
             if mine and namespace not in self._asked_again:

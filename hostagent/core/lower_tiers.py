@@ -64,10 +64,10 @@ class LowerTiers:
         dropped = [tier.drop(block) for tier in self._tiers]  # from each
         return any(dropped)
 
-    def drop_namespace(self, namespace: int) -> None:
+    def drop_namespace(self, namespace: int, *, at_once: bool) -> None:
         """As `store.Below`."""
         for tier in self._tiers:
-            tier.drop_namespace(namespace)
+            tier.drop_namespace(namespace, at_once=at_once)
 
     def why_gone(self, block: BlockId) -> str:
         """As `store.Below`."""

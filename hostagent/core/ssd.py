@@ -452,11 +452,11 @@ class SsdTier:
         self._ask_for_step()
         return self.shelf.drop(block) or found
 
-    def drop_namespace(self, namespace: int) -> None:
+    def drop_namespace(self, namespace: int, *, at_once: bool = True) -> None:
         """As `store.Below`."""
         for block in [b for b in self._found if b.namespace == namespace]:
             self._drop_found(block)
-        self.shelf.drop_namespace(namespace)
+        self.shelf.drop_namespace(namespace, at_once=at_once)
         self._ask_for_step()
 
     def why_gone(self, block: BlockId) -> str:
@@ -597,6 +597,8 @@ class SsdTier:
         return of_bytes - free_bytes, of_bytes - 1.5 * free_bytes
 
     def _is_over(self) -> bool:
+        if self._store.is_leaving:  # that makes room
+            return False
         return self._draining or self._store.used_bytes > self._marks()[0]
 
     def _is_near_quota(self, namespace: int) -> bool:

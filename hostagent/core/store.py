@@ -47,6 +47,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Final, Protocol
 
+import msgspec
 from kvcast.hostagent.tiers import policies
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.hostagent.tiers.policies import Policy, Search, Verdict
@@ -84,6 +85,10 @@ MOST_ASSURED: Final = 0.9
 """Of an arena, what can be assured to all namespaces together."""
 _NOT_SPARE: Final = 0.9
 """Of an arena, what may be in use while there is room to spare."""
+AT_ONCE: Final = 256
+"""Copies that go together, of a namespace that is deleted, or has more than its quota."""
+PAUSE_S: Final = 0.005
+"""Then others have their turn. A million copies take half a minute."""
 
 
 class StoreError(Exception):
@@ -115,54 +120,30 @@ class StaleReservationError(StoreError):
     """The namespace was dropped while the copy was being written; its bytes are given back."""
 
 
-class Copy:
+class Copy(msgspec.Struct, eq=False, gc=False):
     """One copy of a block in the arena. `reserved_bytes` is what it takes, `size_bytes` what it
     is; `home` whether this node held it as one of the block's homes when it was committed; `cell`
     by which name others can pin it, 0 where they cannot; `parent` the key of the block before it in
-    its prefix, b"" if there is none or it is not known, and `depth` how many are before it."""
+    its prefix, b"" if there is none or it is not known, and `depth` how many are before it.
 
-    __slots__ = (
-        "block",
-        "cell",
-        "committed_at",
-        "depth",
-        "digest",
-        "generation",
-        "home",
-        "offset",
-        "parent",
-        "pins",
-        "reserved_bytes",
-        "size_bytes",
-        "state",
-        "used_at",
-        "waits_on",
-    )
+    There may be millions, none of them in a cycle: the garbage collector does not look at them."""
 
-    def __init__(
-        self,
-        block: BlockId,
-        size_bytes: int,
-        offset: int,
-        reserved_bytes: int,
-        generation: int,
-    ) -> None:
-        self.block = block
-        self.size_bytes = size_bytes
-        self.offset = offset
-        self.reserved_bytes = reserved_bytes
-        self.generation = generation
-        self.cell = 0
-        self.digest = 0
-        self.home = False
-        self.pins = 0
-        self.state = RESERVED
-        self.parent = b""
-        self.depth = 0
-        self.committed_at = 0.0
-        self.used_at = 0.0
-        self.waits_on: Copy | None = None
-        """The parent's copy, pinned while this one is being written."""
+    block: BlockId
+    size_bytes: int
+    offset: int
+    reserved_bytes: int
+    generation: int
+    cell: int = 0
+    digest: int = 0
+    home: bool = False
+    pins: int = 0
+    state: int = RESERVED
+    parent: bytes = b""
+    depth: int = 0
+    committed_at: float = 0.0
+    used_at: float = 0.0
+    waits_on: Copy | None = None
+    """The parent's copy, pinned while this one is being written."""
 
     def __repr__(self) -> str:
         state = ("reserved", "committed", "doomed")[self.state]
@@ -245,8 +226,8 @@ class Below(Protocol):
         """Forget a block; whether it was held."""
         ...
 
-    def drop_namespace(self, namespace: int) -> None:
-        """Forget all blocks of a namespace."""
+    def drop_namespace(self, namespace: int, *, at_once: bool) -> None:
+        """Forget all blocks of a namespace; `at_once` as in `Store.drop_namespace`."""
         ...
 
     def why_gone(self, block: BlockId) -> str:
@@ -301,7 +282,7 @@ class _NothingBelow:
     def drop(self, block: BlockId) -> bool:
         return False
 
-    def drop_namespace(self, namespace: int) -> None:
+    def drop_namespace(self, namespace: int, *, at_once: bool) -> None:
         pass
 
     def why_gone(self, block: BlockId) -> str:
@@ -440,6 +421,11 @@ class Store:
         self._room_for: int | None = None
         """The namespace that room is made for; None: what goes is not for one of them."""
         self._now = 0.0
+        self._leaving: dict[int, list[BlockId]] = {}
+        """What is still to be dropped, of namespaces in which nobody looks for anything."""
+        self._shrinking: dict[int, None] = {}
+        """Namespaces that have more than their quota, as long as something of them can go."""
+        self._next_part_at = 0.0
         self._aging: dict[int, _Namespace] = {}
         self._prefixed: dict[int, _Namespace] = {}
         self._gone: BoundedMap[BlockId, int] = BoundedMap(MAX_GONE_KNOWN)
@@ -454,7 +440,9 @@ class Store:
     def configure(self, rules: dict[int, StoreRules]) -> None:
         """State the rules of all namespaces; those that are not named have the default's. A policy
         that changed begins with the blocks that are here, the least recently used first; what
-        exceeds a quota now goes at once, as far as it can."""
+        exceeds a quota now goes, as far as it can, a part at a time."""
+        for namespace in rules.keys() & self._leaving.keys():
+            self._drop_some(namespace, len(self._leaving[namespace]))  # the number is used again
         self._rules = dict(rules)
         assured = {n: min(rule.assured_bytes, self.quota_of(n) or rule.assured_bytes)
                    for n, rule in rules.items() if rule.assured_bytes > 0}  # fmt: skip
@@ -462,7 +450,8 @@ class Store:
         part = min(1.0, most_bytes / max(1, sum(assured.values())))
         self._assured = {namespace: int(part * of_it) for namespace, of_it in assured.items()}
         for namespace, state in list(self._namespaces.items()):
-            self._apply(namespace, state)
+            if namespace not in self._leaving:
+                self._apply(namespace, state)
         self._expire()
 
     def _apply(self, namespace: int, state: _Namespace) -> None:
@@ -480,10 +469,8 @@ class Store:
             self._note_kind(namespace, state)
         quota = self.quota_of(namespace)
         if quota and state.used_bytes > quota:
-            self._room_for = namespace
-            self.elsewhere.refresh()
-            while state.used_bytes > quota and (victim := self._victim_of(state)) is not None:
-                self._evict(victim)
+            self._shrinking[namespace] = None
+            self._shrink(namespace, state)
 
     def _rules_of(self, namespace: int) -> StoreRules:
         return self._rules.get(namespace, _DEFAULT_RULES)
@@ -526,6 +513,27 @@ class Store:
         self._now = now
         self.below.advance(now)
         self._expire()
+        if self._next_part_at <= now:
+            for namespace in self._leaving:
+                self._drop_some(namespace)
+                return
+            for namespace in self._shrinking:
+                self._shrink(namespace, self._namespaces.get(namespace))
+                return
+
+    def _shrink(self, namespace: int, state: _Namespace | None) -> None:
+        """A part of what exceeds a namespace's quota goes."""
+        quota = self.quota_of(namespace)
+        self._next_part_at = self._now + PAUSE_S
+        self._room_for = namespace
+        self.elsewhere.refresh()
+        for _ in range(AT_ONCE):
+            exceeds = state is not None and 0 < quota < state.used_bytes
+            victim = self._victim_of(state) if state is not None and exceeds else None
+            if victim is None:
+                del self._shrinking[namespace]
+                return
+            self._evict(victim)
 
     def _expire(self) -> None:
         now = self._now
@@ -543,7 +551,10 @@ class Store:
         return state.policy.expired()
 
     def next_expiry(self) -> float | None:
-        """When `advance` will find the next block that has outlived its time; None = it cannot."""
+        """When `advance` will find the next block that has outlived its time, or has another part
+        of something to do; None = it cannot."""
+        if self._leaving or self._shrinking:
+            return self._next_part_at
         times = [
             at
             for state in self._aging.values()
@@ -858,23 +869,43 @@ class Store:
         self._remove(copy)
         return True
 
-    def drop_namespace(self, namespace: int, *, deleted: bool = True) -> int:
+    def drop_namespace(self, namespace: int, *, deleted: bool = True, at_once: bool = True) -> int:
         """Forget every block of a namespace, and what is being written to it; how many blocks
-        there were. `deleted`: as `Beyond.drop_namespace`."""
+        there were. `deleted`: as `Beyond.drop_namespace`; not `at_once`: since nobody looks for
+        any of them, they go a part at a time, but before all others where room is wanted."""
         if self.recovery is not None:
             self.recovery.finish()
         self._generation += 1
         self._dropped_in[namespace] = self._generation
         for block in [block for block in self._gone if block.namespace == namespace]:
             del self._gone[block]
-        self.below.drop_namespace(namespace)
+        self.below.drop_namespace(namespace, at_once=at_once)
         if self.beyond is not None:
             self.beyond.drop_namespace(namespace, deleted=deleted)
-        gone = [copy for block, copy in self._index.items() if block.namespace == namespace]
-        self.elsewhere.withdraw(gone)
-        for copy in gone:
-            self.drop(copy.block)
-        return len(gone)
+        gone = [block for block in self._index if block.namespace == namespace]
+        count = len(gone)
+        self._leaving[namespace] = gone
+        self._drop_some(namespace, AT_ONCE if not at_once else count)
+        return count
+
+    def _drop_some(self, namespace: int, most: int = AT_ONCE) -> None:
+        """Forget so many of the blocks of a namespace that leaves."""
+        self._next_part_at = self._now + PAUSE_S
+        blocks = self._leaving[namespace]
+        part = [copy for b in blocks[-most:] if (copy := self._index.get(b)) is not None]
+        del blocks[-most:]
+        if not blocks:
+            del self._leaving[namespace]
+        self.elsewhere.withdraw(part)
+        for copy in part:
+            if self._index.get(copy.block) is copy:  # it did not go with an ancestor
+                self.counters.drops += 1
+                self._remove(copy)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether there is something that nobody looks for, and that goes by and by."""
+        return bool(self._leaving)
 
     # --- what goes below ------------------------------------------------------------------
 
@@ -1195,6 +1226,8 @@ class Store:
         if more_bytes > quota:
             self.counters.over_quota += 1
             raise QuotaError(f"{more_bytes} bytes exceed namespace {namespace}'s quota of {quota}")
+        if namespace in self._shrinking:  # the rest goes by and by
+            quota = max(quota, state.used_bytes)
         if state.used_bytes + more_bytes > quota:
             self.elsewhere.refresh()
         while state.used_bytes + more_bytes > quota:
@@ -1216,6 +1249,9 @@ class Store:
             return offset
         self.elsewhere.refresh()
         offset = self.allocator.allocate(size_bytes, thorough=True)
+        while offset is None and self._leaving:
+            self._drop_some(next(iter(self._leaving)))
+            offset = self.allocator.allocate(size_bytes, thorough=True)
         if offset is None and not self._room_can_be_made(size_bytes):
             raise self._no_room(size_bytes)
         while offset is None:
@@ -1422,6 +1458,7 @@ class Store:
             assert state.evictable == mine
             self._check_policy(state, {b for b in self._index if b.namespace == namespace})
         assert sum(used.values()) == self.allocator.used_bytes
+        assert all(self._leaving.values())
 
     def _check_policy(self, state: _Namespace, blocks: set[BlockId]) -> None:
         """A policy knows exactly the namespace's blocks, and what ages is here."""

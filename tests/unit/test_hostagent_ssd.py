@@ -13,7 +13,7 @@ from dram import ARENA, SIZE, Dram, block
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.hostagent.core.ssd import HEAT_S, MAX_ERRORS, RETRY_S, SsdRules, SsdTier
-from kvcast.hostagent.core.store import Copy, NoRoomError, StoreRules
+from kvcast.hostagent.core.store import AT_ONCE, Copy, NoRoomError, StoreRules
 from kvcast.hostagent.tiers.counting_filter import CountingFilter
 from kvcast.hostagent.tiers.ssd.layout import (
     MAX_ORDER,
@@ -482,6 +482,28 @@ def test_room_that_a_quota_lacks_is_not_kept_free_of_dram() -> None:
     bench.burst(100, 0.0)
     assert bench.tier.counters.left_unwritten > 50
     assert bench.tier._marks()[0] >= before
+
+
+def test_a_large_namespace_leaves_the_disk_by_and_by_and_does_not_come_back() -> None:
+    bench = Bench(cut=cut_of("node", 60 * SLAB, UNIT, SLAB))
+    count = 2 * AT_ONCE + 100
+    for number in range(count):
+        bench.put(number, number.to_bytes(2, "big") * (SIZE // 2))
+        bench.work()
+    bench.fill(range(20), namespace=2)
+    shelved = len(bench.tier.shelf)
+    assert shelved > 2 * AT_ONCE
+    bench.store.drop_namespace(1, at_once=False)
+    assert len(bench.tier.shelf) == shelved - AT_ONCE
+    while bench.tier.shelf.is_leaving:
+        when = bench.tier.get_timer(bench.now)
+        assert when is not None
+        bench.pass_time(max(0.0, when - bench.now))
+        bench.work()
+    assert {held.namespace for held in bench.tier.shelf.blocks()} == {2}
+    after = Bench(disks=bench.disks, cut=bench.cut)
+    after.work()
+    assert {held.namespace for held in after.tier.shelf.blocks()} == {2}
 
 
 def test_a_block_that_is_dropped_while_it_is_written_does_not_come_back() -> None:
