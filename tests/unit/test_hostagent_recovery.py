@@ -19,6 +19,7 @@ from kvcast.hostagent.core.recovery import Recovery, Unwritten
 from kvcast.hostagent.core.sessions import Session
 from kvcast.hostagent.core.shared_index import Region, SharedIndex
 from kvcast.hostagent.core.store import (
+    AT_ONCE,
     COMMITTED,
     DOOMED,
     EXPIRED,
@@ -963,6 +964,21 @@ def test_room_of_a_namespace_that_was_deleted_meanwhile_becomes_no_block() -> No
     assert [put.status for put in committed.blocks] == [local.UNKNOWN_NAMESPACE]
     assert not list(machine.store.blocks())
     assert machine.store.used_bytes == 0
+
+
+def test_of_a_large_namespace_that_is_deleted_no_client_and_no_later_agent_finds_anything() -> None:
+    machine = Machine()
+    for number in range(2 * AT_ONCE + 10):
+        machine.put(number, 1024)
+    machine.put(1, namespace=2)
+    deleted = msgspec.structs.replace(pool_map(NAMESPACES[1:]), deleted=[NAMESPACES[0].namespace])
+    machine.core.control_message(0.0, deleted)
+    assert not readable(machine)
+    assert len(machine.store) == AT_ONCE + 11, "they go by and by"
+    machine.start(NAMESPACES[1:], kept=deleted)
+    machine.recover()
+    assert list(machine.store.blocks()) == [block(1, namespace=2)]
+    assert machine.store.used_bytes == machine.store.allocator.extent_bytes(4096)
 
 
 def test_pins_by_name_outlive_the_agent() -> None:
