@@ -458,11 +458,12 @@ class Store:
         rules = self._rules_of(namespace)
         old, state.rules = state.rules, rules
         if (old.policy, old.ttl_s) != (rules.policy, rules.ttl_s):
-            state.policy = self._make_policy(namespace, rules)
             mine = [c for c in self._index.values() if c.block.namespace == namespace]
-            mine.sort(key=lambda c: c.used_at)
-            for copy in mine:
-                self._tell_policy(state, copy)
+            if old.policy != rules.policy or state.policy.AGES:
+                state.policy = self._make_policy(namespace, rules)
+                mine.sort(key=lambda c: c.used_at)
+                for copy in mine:
+                    self._tell_policy(state, copy)
             state.by_age = [(c.committed_at, c.block) for c in mine] if state.ages_blocks else []
             heapq.heapify(state.by_age)
             state.ages = {block: at for at, block in state.by_age}

@@ -87,6 +87,25 @@ def test_settings_of_the_map_are_in_force_and_change_with_the_next() -> None:
     assert len(node.core.store) == 8
 
 
+def test_another_time_to_live_leaves_a_policy_what_it_knows() -> None:
+    node = node_with(NamespaceSettings(policy="lfu"), slabs=3)
+    began = node.now
+    for number in (1, 2, 3):
+        node.hold(number, DATA)
+    for _ in range(3):
+        node.now += 1.0
+        node.core.store.advance(node.now)
+        node.core.store.get(BlockId(1, key(1)))
+    for ttl_s, epoch in ((100.0, 2), (0.0, 3), (50.0, 4)):
+        node.take_map(told(NamespaceSettings(policy="lfu", ttl_s=ttl_s), epoch))
+    for number in (4, 5, 6):
+        node.hold(number, DATA)
+    store = node.core.store
+    assert store.peek(BlockId(1, key(1))) is not None, "it was used most"
+    assert store.next_expiry() == began + 50.0
+    store.check()
+
+
 def test_a_namespace_that_is_found_brings_its_settings_before_the_next_map() -> None:
     node = Node(1, 8)
     node.take_map(told(None))
