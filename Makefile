@@ -92,7 +92,7 @@ check: setup lint ## lint, types and the tests that are quick: what to run while
 
 test: setup setup-shell lint ## lint, types and all tests but those below; what needs root or BMv2 skips without
 	@$(IN_PARALLEL) -m 'not in_step and not mutation'
-	@$(BIN)/python -m pytest -m in_step --numprocesses 2 --dist worksteal tests/integration tests/engines
+	@$(BIN)/python -m pytest -m in_step --numprocesses 2 --dist worksteal
 
 # The same tests once more, on a product that has lost a defence or has got a bug.
 test-mutations: setup ## would the tests notice? defences are taken out and bugs are planted, one at a time

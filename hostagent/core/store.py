@@ -85,8 +85,8 @@ MOST_ASSURED: Final = 0.9
 """Of an arena, what can be assured to all namespaces together."""
 _NOT_SPARE: Final = 0.9
 """Of an arena, what may be in use while there is room to spare."""
-AT_ONCE: Final = 256
-"""Copies that go together, of a namespace that is deleted, or has more than its quota."""
+PART_BLOCKS: Final = 256
+"""Blocks that go together, of a namespace that is deleted, or has more than its quota."""
 PAUSE_S: Final = 0.005
 """Then others have their turn. A million copies take half a minute."""
 
@@ -471,7 +471,7 @@ class Store:
         quota = self.quota_of(namespace)
         if quota and state.used_bytes > quota:
             self._shrinking[namespace] = None
-            self._shrink(namespace, state)
+            self._shrink(namespace)
 
     def _rules_of(self, namespace: int) -> StoreRules:
         return self._rules.get(namespace, _DEFAULT_RULES)
@@ -514,21 +514,18 @@ class Store:
         self._now = now
         self.below.advance(now)
         self._expire()
-        if self._next_part_at <= now:
-            for namespace in self._leaving:
-                self._drop_some(namespace)
-                return
-            for namespace in self._shrinking:
-                self._shrink(namespace, self._namespaces.get(namespace))
-                return
+        if self._next_part_at <= now and self._leaving:
+            self._drop_some(next(iter(self._leaving)))
+        elif self._next_part_at <= now and self._shrinking:
+            self._shrink(next(iter(self._shrinking)))
 
-    def _shrink(self, namespace: int, state: _Namespace | None) -> None:
+    def _shrink(self, namespace: int) -> None:
         """A part of what exceeds a namespace's quota goes."""
-        quota = self.quota_of(namespace)
+        quota, state = self.quota_of(namespace), self._namespaces.get(namespace)
         self._next_part_at = self._now + PAUSE_S
         self._room_for = namespace
         self.elsewhere.refresh()
-        for _ in range(AT_ONCE):
+        for _ in range(PART_BLOCKS):
             exceeds = state is not None and 0 < quota < state.used_bytes
             victim = self._victim_of(state) if state is not None and exceeds else None
             if victim is None:
@@ -886,10 +883,10 @@ class Store:
         gone = [block for block in self._index if block.namespace == namespace]
         count = len(gone)
         self._leaving[namespace] = gone
-        self._drop_some(namespace, AT_ONCE if not at_once else count)
+        self._drop_some(namespace, PART_BLOCKS if not at_once else count)
         return count
 
-    def _drop_some(self, namespace: int, most: int = AT_ONCE) -> None:
+    def _drop_some(self, namespace: int, most: int = PART_BLOCKS) -> None:
         """Forget so many of the blocks of a namespace that leaves."""
         self._next_part_at = self._now + PAUSE_S
         blocks = self._leaving[namespace]

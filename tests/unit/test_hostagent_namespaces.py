@@ -14,7 +14,7 @@ from equipped_agent import equipped_core
 from kvcast.hostagent.core.cold import ColdRules, ColdTier, Errand
 from kvcast.hostagent.core.namespace_metrics import COLD, EVICTED_DRAM, EXPIRED
 from kvcast.hostagent.core.sessions import Session
-from kvcast.hostagent.core.store import AT_ONCE, PAUSE_S
+from kvcast.hostagent.core.store import PART_BLOCKS, PAUSE_S
 from kvcast.hostagent.core.writes import PutBatch
 from kvcast.hostagent.network.metrics_server import metrics_of
 from kvcast.hostagent.tiers import policies
@@ -132,26 +132,26 @@ def test_a_deleted_namespaces_space_is_free_at_once_and_it_is_not_asked_for_agai
 
 def test_a_large_namespace_that_is_deleted_is_gone_at_once_and_its_blocks_by_and_by() -> None:
     node = node_with(NamespaceSettings(), slabs=64)
-    for number in range(3 * AT_ONCE):
+    for number in range(3 * PART_BLOCKS):
         node.hold(number, bytes(256))
     node.take_map(told(None, 2, deleted=[1]))
     reply = ask(node, local.Get(1, 1, [key(1)], 1.0))
     assert isinstance(reply, local.Failed)
     assert reply.status == local.UNKNOWN_NAMESPACE
-    assert len(node.core.store) == 2 * AT_ONCE
+    assert len(node.core.store) == 2 * PART_BLOCKS
     for left in (1, 0):
         when = node.core.get_timer(node.now)
         assert when is not None
         assert node.now < when <= node.now + PAUSE_S
         node.now = when
         node.core.handle_timer(when)
-        assert len(node.core.store) == left * AT_ONCE
+        assert len(node.core.store) == left * PART_BLOCKS
     assert node.core.store.used_bytes == 0
 
 
 def test_a_large_namespace_whose_number_means_something_else_is_gone_at_once() -> None:
     node = node_with(NamespaceSettings(), slabs=64)
-    for number in range(3 * AT_ONCE):
+    for number in range(3 * PART_BLOCKS):
         node.hold(number, bytes(256))
     other = told(NamespaceSettings(), 2)
     other.namespaces[0] = msgspec.structs.replace(other.namespaces[0], version="another")

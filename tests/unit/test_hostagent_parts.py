@@ -10,7 +10,7 @@ from math import inf
 
 import pytest
 from kvcast.hostagent.core.store import (
-    AT_ONCE,
+    PART_BLOCKS,
     PAUSE_S,
     QuotaError,
     StaleReservationError,
@@ -23,7 +23,7 @@ from kvcast.protocol.messages.wire import BlockId
 
 SIZE = 1024
 SLAB = 64 * SIZE
-COUNT = 2 * AT_ONCE + AT_ONCE // 2
+COUNT = 2 * PART_BLOCKS + PART_BLOCKS // 2
 """Blocks of a namespace: three parts."""
 
 
@@ -68,8 +68,8 @@ def test_a_namespace_that_nobody_looks_for_goes_by_and_by(policy: str) -> None:
     store = filled(policy)
     assert store.drop_namespace(1, at_once=False) == COUNT
     assert store.is_leaving
-    assert len(store) == 2 * COUNT - AT_ONCE
-    assert rest(store, 0.0) == [2 * COUNT - 2 * AT_ONCE, COUNT]
+    assert len(store) == 2 * COUNT - PART_BLOCKS
+    assert rest(store, 0.0) == [2 * COUNT - 2 * PART_BLOCKS, COUNT]
     assert count_of(store, 2) == COUNT
     assert not store.is_leaving
     assert store.counters.drops == COUNT
@@ -82,10 +82,10 @@ def test_others_have_their_turn_between_two_parts() -> None:
     store.drop_namespace(1, at_once=False)
     for now in (10.0, 10.0 + PAUSE_S / 2):
         store.advance(now)
-        assert len(store) == 2 * COUNT - AT_ONCE
+        assert len(store) == 2 * COUNT - PART_BLOCKS
     assert store.next_expiry() == 10.0 + PAUSE_S
     store.advance(10.0 + PAUSE_S)
-    assert len(store) == 2 * COUNT - 2 * AT_ONCE
+    assert len(store) == 2 * COUNT - 2 * PART_BLOCKS
 
 
 def test_room_that_is_wanted_is_theirs_first() -> None:
@@ -135,7 +135,7 @@ def test_a_number_that_is_used_again_begins_empty() -> None:
     store = filled()
     store.drop_namespace(1, at_once=False)
     store.configure({2: StoreRules()})
-    assert count_of(store, 1) == COUNT - AT_ONCE, "it is not named, so nobody uses it"
+    assert count_of(store, 1) == COUNT - PART_BLOCKS, "it is not named, so nobody uses it"
     store.configure({1: StoreRules(), 2: StoreRules()})
     assert count_of(store, 1) == 0
     put(store, 1)
@@ -146,7 +146,7 @@ def test_a_number_that_is_used_again_begins_empty() -> None:
 def test_a_namespace_that_leaves_and_is_dropped_again_is_gone() -> None:
     store = filled()
     store.drop_namespace(1, at_once=False)
-    assert store.drop_namespace(1) == COUNT - AT_ONCE
+    assert store.drop_namespace(1) == COUNT - PART_BLOCKS
     assert (count_of(store, 1), store.next_expiry()) == (0, None)
     store.check()
 
@@ -163,7 +163,7 @@ def test_what_exceeds_a_quota_goes_by_and_by(policy: str) -> None:
     store = filled(policy)
     quota = 100 * SIZE
     store.configure({1: StoreRules(policy, quota_bytes=quota), 2: StoreRules(policy)})
-    assert store.namespace_bytes(1) == (COUNT - AT_ONCE) * SIZE
+    assert store.namespace_bytes(1) == (COUNT - PART_BLOCKS) * SIZE
     rest(store, 0.0)
     assert store.namespace_bytes(1) == quota
     assert count_of(store, 2) == COUNT
@@ -192,9 +192,9 @@ def test_a_quota_that_is_raised_or_taken_back_meanwhile_stops_it() -> None:
         store.configure({1: StoreRules(quota_bytes=10 * SIZE)})
         store.configure({1: StoreRules(quota_bytes=quota)})
         rest(store, 0.0)
-        assert count_of(store, 1) == COUNT - AT_ONCE
+        assert count_of(store, 1) == COUNT - PART_BLOCKS
         put(store, 5000)
-        assert count_of(store, 1) == COUNT - AT_ONCE + 1
+        assert count_of(store, 1) == COUNT - PART_BLOCKS + 1
 
 
 def test_what_is_pinned_does_not_keep_the_clock_busy() -> None:

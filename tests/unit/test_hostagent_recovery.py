@@ -19,10 +19,10 @@ from kvcast.hostagent.core.recovery import Recovery, Unwritten
 from kvcast.hostagent.core.sessions import Session
 from kvcast.hostagent.core.shared_index import Region, SharedIndex
 from kvcast.hostagent.core.store import (
-    AT_ONCE,
     COMMITTED,
     DOOMED,
     EXPIRED,
+    PART_BLOCKS,
     RESERVED,
     NoRoomError,
     Store,
@@ -968,13 +968,13 @@ def test_room_of_a_namespace_that_was_deleted_meanwhile_becomes_no_block() -> No
 
 def test_of_a_large_namespace_that_is_deleted_no_client_and_no_later_agent_finds_anything() -> None:
     machine = Machine()
-    for number in range(2 * AT_ONCE + 10):
+    for number in range(2 * PART_BLOCKS + 10):
         machine.put(number, 1024)
     machine.put(1, namespace=2)
     deleted = msgspec.structs.replace(pool_map(NAMESPACES[1:]), deleted=[NAMESPACES[0].namespace])
     machine.core.control_message(0.0, deleted)
     assert not readable(machine)
-    assert len(machine.store) == AT_ONCE + 11, "they go by and by"
+    assert len(machine.store) == PART_BLOCKS + 11, "they go by and by"
     machine.start(NAMESPACES[1:], kept=deleted)
     machine.recover()
     assert list(machine.store.blocks()) == [block(1, namespace=2)]

@@ -13,7 +13,7 @@ from dram import ARENA, SIZE, Dram, block
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.hostagent.core.ssd import HEAT_S, MAX_ERRORS, RETRY_S, SsdRules, SsdTier
-from kvcast.hostagent.core.store import AT_ONCE, Copy, NoRoomError, StoreRules
+from kvcast.hostagent.core.store import PART_BLOCKS, Copy, NoRoomError, StoreRules
 from kvcast.hostagent.tiers.counting_filter import CountingFilter
 from kvcast.hostagent.tiers.ssd.layout import (
     MAX_ORDER,
@@ -486,15 +486,15 @@ def test_room_that_a_quota_lacks_is_not_kept_free_of_dram() -> None:
 
 def test_a_large_namespace_leaves_the_disk_by_and_by_and_does_not_come_back() -> None:
     bench = Bench(cut=cut_of("node", 60 * SLAB, UNIT, SLAB))
-    count = 2 * AT_ONCE + 100
+    count = 2 * PART_BLOCKS + 100
     for number in range(count):
         bench.put(number, number.to_bytes(2, "big") * (SIZE // 2))
         bench.work()
     bench.fill(range(20), namespace=2)
     shelved = len(bench.tier.shelf)
-    assert shelved > 2 * AT_ONCE
+    assert shelved > 2 * PART_BLOCKS
     bench.store.drop_namespace(1, at_once=False)
-    assert len(bench.tier.shelf) == shelved - AT_ONCE
+    assert len(bench.tier.shelf) == shelved - PART_BLOCKS
     while bench.tier.shelf.is_leaving:
         when = bench.tier.get_timer(bench.now)
         assert when is not None
