@@ -6,6 +6,7 @@ one's blocks as an agent does, from the same bytes.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from unittest import mock
 
@@ -179,6 +180,18 @@ def test_what_is_read_once_from_the_far_tier_passes_and_what_comes_again_stays()
     assert bench.where(0)[0] == "d"
     bench.fill(range(68, 90))
     assert bench.where(0)[-2:] == "nf", "it is nearer than it was"
+
+
+def test_every_tier_is_told_that_a_namespace_may_leave_by_and_by() -> None:
+    bench = Bench()
+    for at_once in (False, True):
+        with contextlib.ExitStack() as stack:
+            told = [
+                stack.enter_context(mock.patch.object(tier.shelf, "drop_namespace"))
+                for tier in bench.tiers
+            ]
+            bench.store.drop_namespace(1, at_once=at_once)
+        assert [call.call_args.kwargs for call in told] == [{"at_once": at_once}] * 2
 
 
 def test_what_is_dropped_is_gone_from_every_tier() -> None:

@@ -106,6 +106,13 @@ def test_another_time_to_live_leaves_a_policy_what_it_knows() -> None:
     store.check()
 
 
+def test_the_policy_of_times_to_live_goes_by_the_new_one() -> None:
+    node = node_with(NamespaceSettings(policy="ttl", ttl_s=100.0))
+    node.hold(1, DATA)
+    node.take_map(told(NamespaceSettings(policy="ttl", ttl_s=7.0), 2))
+    assert node.core.store.next_expiry() == node.now + 7.0
+
+
 def test_a_namespace_that_is_found_brings_its_settings_before_the_next_map() -> None:
     node = Node(1, 8)
     node.take_map(told(None))

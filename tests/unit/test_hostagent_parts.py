@@ -6,7 +6,9 @@ together, what is found meanwhile, and what there is room for.
 
 from __future__ import annotations
 
+import random
 from math import inf
+from unittest import mock
 
 import pytest
 from kvcast.hostagent.core.store import (
@@ -141,6 +143,29 @@ def test_a_number_that_is_used_again_begins_empty() -> None:
     put(store, 1)
     assert rest(store, 0.0) == []
     assert count_of(store, 1) == 1
+
+
+def test_what_leaves_is_not_ordered_anew_by_another_policy() -> None:
+    store = filled("lfu")
+    store.drop_namespace(1, at_once=False)
+    with mock.patch.object(store, "_make_policy") as made:
+        store.configure({2: StoreRules("lfu")})
+    assert not made.called, "nobody will ask it"
+
+
+def test_blocks_of_prefixes_leave_whichever_part_their_beginning_is_in() -> None:
+    store = Store(Allocator(2 * COUNT * SIZE, SLAB))
+    store.configure({1: StoreRules("value")})
+    numbers = list(range(1, COUNT))
+    random.Random(1).shuffle(numbers)  # so that a part has beginnings, and ends of others
+    for number in numbers:
+        parent = block(number - 1).key if number % 50 else b""
+        copy = store.reserve(block(number), SIZE, parent=parent, depth=number % 50)
+        store.commit(copy, 7, home=True)
+    assert store.drop_namespace(1, at_once=False) == COUNT - 1
+    store.check()
+    rest(store, 0.0)
+    assert len(store) == store.used_bytes == 0
 
 
 def test_a_namespace_that_leaves_and_is_dropped_again_is_gone() -> None:

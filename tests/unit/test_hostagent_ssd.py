@@ -13,7 +13,13 @@ from dram import ARENA, SIZE, Dram, block
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.hostagent.core.ssd import HEAT_S, MAX_ERRORS, RETRY_S, SsdRules, SsdTier
-from kvcast.hostagent.core.store import PART_BLOCKS, Copy, NoRoomError, StoreRules
+from kvcast.hostagent.core.store import (
+    PART_BLOCKS,
+    PAUSE_S,
+    Copy,
+    NoRoomError,
+    StoreRules,
+)
 from kvcast.hostagent.tiers.counting_filter import CountingFilter
 from kvcast.hostagent.tiers.ssd.layout import (
     MAX_ORDER,
@@ -504,6 +510,24 @@ def test_a_large_namespace_leaves_the_disk_by_and_by_and_does_not_come_back() ->
     after = Bench(disks=bench.disks, cut=bench.cut)
     after.work()
     assert {held.namespace for held in after.tier.shelf.blocks()} == {2}
+
+
+def test_while_a_namespace_leaves_nothing_goes_down() -> None:
+    bench = Bench(SsdRules(0.25, 0.1), arena_bytes=2 * PART_BLOCKS * SIZE)
+    for number in range(2 * PART_BLOCKS - 10):
+        bench.put(number, bytes(SIZE))
+    bench.store.drop_namespace(1, at_once=False)
+    for number in range(5):
+        bench.put(number, namespace=2)
+    assert bench.store.used_bytes > bench.tier._marks()[0]
+    bench.work()
+    assert len(bench.tier.shelf) == 0
+    while bench.store.is_leaving:
+        bench.pass_time(PAUSE_S)
+    for number in range(5, 200):
+        bench.put(number, namespace=2)
+    bench.work()
+    assert len(bench.tier.shelf) > 0
 
 
 def test_a_block_that_is_dropped_while_it_is_written_does_not_come_back() -> None:
