@@ -35,6 +35,9 @@ have its room though it could be made.
 A policy may know of blocks that are of no use without another (`Policy.descendants`): with that one
 they go, too, pinned ones as soon as they can. A copy that is being written pins the block before it
 in its prefix, if that is held, so that it cannot come after its ancestor has gone.
+
+What a deleted namespace or a smaller quota gives up may be a million blocks, so it goes a part at a
+time (`PART_BLOCKS`), with `advance`. A namespace *leaves* meanwhile, or *shrinks*.
 """
 
 from __future__ import annotations
@@ -88,7 +91,7 @@ _NOT_SPARE: Final = 0.9
 PART_BLOCKS: Final = 256
 """Blocks that go together, of a namespace that is deleted, or has more than its quota."""
 PAUSE_S: Final = 0.005
-"""Then others have their turn. A million copies take half a minute."""
+"""Then others have their turn. A million blocks take half a minute."""
 
 
 class StoreError(Exception):
