@@ -1,6 +1,6 @@
-"""What a process takes at one moment: memory of its own, descriptors, threads.
+"""What a process takes at one moment (memory of its own, descriptors, threads), and its children.
 
-Owns: how /proc is read. Must not know: whose process it is, or what is too much.
+Owns: how /proc is read. Must not know: what is too much.
 
 Memory is what the process holds for itself (RssAnon); pages of files, and of shared memory such as
 an agent's arena, are not in it.
@@ -12,6 +12,8 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from kvcast.hostagent.agent_process import STANDBY_NAME
 
 _FIELD = re.compile(rb"^(RssAnon|Threads):\s+(\d+)", re.MULTILINE)
 _ENDED = re.compile(rb"^State:\s+[ZX]", re.MULTILINE)
@@ -56,6 +58,24 @@ def children_of(pid: int) -> list[int]:
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
+
+
+def agents_of(supervisor: int) -> list[int]:
+    """The agents of a node that keeps its arena, the oldest first: one, but for a moment after its
+    death; the one that stands by is not among them."""
+    return [pid for pid in children_of(supervisor) if _name(pid) != STANDBY_NAME]
+
+
+def standby_of(supervisor: int) -> int | None:
+    """The agent that comes after the one that serves; None while there is none."""
+    return next((pid for pid in children_of(supervisor) if _name(pid) == STANDBY_NAME), None)
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().rstrip()
+    except OSError:
+        return ""
 
 
 def anonymous_mib(pid: int | str) -> float:

@@ -3,9 +3,9 @@
 Owns: what can happen to an agent in which state (`TRANSITIONS`), and that no signal goes to a
 number that may be another process's by now. Must not know: what is done about it (`supervisor`).
 
-Three things tell of an agent, and each is told once: its words on the pipe, the death watch
-(`death_watch`), and its pidfd. They come in this order, since the pipe is emptied before either of
-the other two is believed:
+An agent is forked before it is wanted, and CALLED when it is. Three things tell of it, and each is
+told once: its words on the pipe, the death watch (`death_watch`), and its pidfd. They come in this
+order, since the pipe is emptied before either of the other two is believed:
 
     READY, then LAST_WORD  its words; either may be lacking, and both of one that is killed
     STOPPED                the death watch; not of one that has never been ready, nor of one into
@@ -33,8 +33,10 @@ from kvcast.protocol.impossible import after
 class AgentState(Enum):
     """Where an agent stands."""
 
+    STANDBY = "standby"
+    """It is forked, and waits for its call."""
     STARTING = "starting"
-    """It is forked, and cannot serve yet."""
+    """It is called, and cannot serve yet."""
     SERVING = "serving"
     """It has said that it can serve, and is let."""
     FAILING = "failing"
@@ -53,6 +55,8 @@ class AgentState(Enum):
 class AgentEvent(Enum):
     """What can happen to an agent."""
 
+    CALLED = "called"
+    """By the supervisor: it is wanted."""
     READY = "ready"
     """It says that it can serve."""
     LAST_WORD = "last word"
@@ -66,6 +70,7 @@ class AgentEvent(Enum):
 _S, _E = AgentState, AgentEvent
 
 TRANSITIONS: Final[dict[AgentState, dict[AgentEvent, AgentState]]] = {
+    _S.STANDBY: {_E.CALLED: _S.STARTING, _E.LAST_WORD: _S.FAILING, _E.GONE: _S.GONE},
     _S.STARTING: {_E.READY: _S.SERVING, _E.LAST_WORD: _S.FAILING, _E.GONE: _S.GONE},
     _S.SERVING: {_E.LAST_WORD: _S.ENDING, _E.STOPPED: _S.KILLED, _E.GONE: _S.GONE},
     _S.FAILING: {_E.GONE: _S.GONE},
@@ -81,6 +86,10 @@ CAN_GIVE_WAY: Final = frozenset({_S.SERVING, _S.ENDING})
 """It runs, and has been ready: what it leaves is worth taking over."""
 
 
+STANDBY_NAME: Final = "kvcast-standby"
+"""What a process is called in `ps` and /proc/PID/comm while it waits for its call."""
+
+
 @dataclass
 class AgentProcess:
     """The process, and our ends of what tells of it."""
@@ -90,7 +99,8 @@ class AgentProcess:
     pipe: socket.socket
     watch: DeathWatch
     started_at: float
-    state: AgentState = AgentState.STARTING
+    """When it was called; seconds of `time.monotonic`."""
+    state: AgentState = AgentState.STANDBY
     code: int = -signal.SIGKILL
     """Its exit status, or the signal that ended it, below 0. Known when it is gone: until then, as
     if it had been killed."""

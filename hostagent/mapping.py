@@ -20,7 +20,7 @@ _HUGE_BYTES: Final = 2 << 20
 """Of x86-64, and of others whose small pages are of 4 KiB; elsewhere it does no harm."""
 MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000  # linux/mman.h of all that Python's wheels are made for
-_MADV_POPULATE_WRITE: Final = 23  # linux/mman.h
+MADV_POPULATE_WRITE: Final = 23  # linux/mman.h
 _FAILED: Final = ctypes.c_void_p(-1).value
 
 
@@ -44,7 +44,7 @@ class SharedMapping:
         """Have the pages of a part of it mapped, to be written. OSError where the kernel cannot."""
         first = self._start + start
         first -= first % mmap.PAGESIZE
-        self._map.madvise(_MADV_POPULATE_WRITE, first, self._start + start + size_bytes - first)
+        self._map.madvise(MADV_POPULATE_WRITE, first, self._start + start + size_bytes - first)
 
     def close(self) -> None:
         """Unmap it, or leave that to the last view of it that is still used."""

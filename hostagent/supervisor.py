@@ -4,10 +4,12 @@ Owns: that one agent at a time runs on what stands (`standing`), what is done wh
 words with which one supervisor gives way to another. Must not know: what an agent does.
 
 The supervisor has imported and compiled what an agent needs, and opened the arena and all sockets;
-then it forks. So an agent that dies is followed by one in the time of a fork, and whoever connects
-meanwhile waits in a backlog. It holds a duplicate of every client's connection, and of the memory
-in which the client pins: so clients that outlive an agent are known to the next, and a client's
-end is seen whoever it was connected to. It runs no agent code itself.
+then it forks. Soon after that agent serves it forks the next one, which stands by: it copies the
+memory that it shares with the supervisor (`private_pages`), and then waits. So an agent that dies
+is followed by one that only has to be called, and whoever connects meanwhile waits in a backlog.
+The supervisor holds a duplicate of every client's connection, and of the memory in which the client
+pins: so clients that outlive an agent are known to the next, which gets them with the call, and a
+client's end is seen whoever it was connected to. It runs no agent code itself.
 
 To upgrade: `kvcast agent --takeover`, of the new release. It asks the supervisor that runs; that
 one has its agent end what it has begun (`Agent.rest`), and hands over all descriptors
@@ -30,12 +32,19 @@ import struct
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from kvcast.hostagent.agent_process import CAN_GIVE_WAY, AgentEvent, AgentProcess, AgentState
+from kvcast.hostagent.agent_process import (
+    CAN_GIVE_WAY,
+    STANDBY_NAME,
+    AgentEvent,
+    AgentProcess,
+    AgentState,
+)
 from kvcast.hostagent.death_watch import DeathWatch
 from kvcast.hostagent.network import lander
 from kvcast.hostagent.network.compiled import have_ready
@@ -44,6 +53,7 @@ from kvcast.hostagent.network.local_server import SocketInUseError
 from kvcast.hostagent.network.mover import Mover
 from kvcast.hostagent.network.survivors import Survivor
 from kvcast.hostagent.options import RDMA_OFF, Options
+from kvcast.hostagent.private_pages import have_free_memory, make_private_pages_own
 from kvcast.hostagent.standing import Standing, kept_options, stand_up
 from kvcast.hostagent.tiers.arena import ArenaError
 from kvcast.hostagent.tiers.kept import from_descriptors
@@ -68,10 +78,15 @@ HAND_OVER_S: Final = 10.0
 """How long either supervisor waits for the other."""
 READY_S: Final = HAND_OVER_S / 2
 """How soon an agent that takes over must be ready; well before the other side gives up."""
+STANDBY_AFTER_S: Final = 0.5
+"""After an agent serves; until then it verifies blocks, and clients that waited are answered."""
 _STARTING_NICE: Final = -10
 """While it starts, clients wait for it, whatever else keeps the processors busy."""
+_AGENT_HEAP_BYTES: Final = 6 << 20
+"""About what an agent allocates until it serves, most of it tables for compiled code."""
 _MAX_WORD_BYTES: Final = 65_536
 _MAX_FDS: Final = 64
+_COMM: Final = Path("/proc/self/comm")
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
@@ -139,8 +154,15 @@ class _Serving(msgspec.Struct, tag="serving"):
     """By the new one: its agent runs; the old one may go."""
 
 
+class _Called(msgspec.Struct, tag="called"):
+    """To an agent that stands by: it is wanted, and so many clients follow."""
+
+    clients: int
+
+
 _Answer = msgspec.msgpack.Decoder(_Given | _GivenClient | _Refused)
 _Question = msgspec.msgpack.Decoder(_Asked | _Serving)
+_Call = msgspec.msgpack.Decoder(_Called)
 _FORMATS: Final = (INDEX_LAYOUT, local.LOCAL_PROTOCOL_VERSION)
 
 Run = Callable[["Place"], Coroutine[Any, Any, int]]
@@ -261,7 +283,12 @@ class Supervisor:
     quick_deaths: int = 0
     _post: _Post = _Post.KEPT
     _agent: AgentProcess | None = None
-    _asking: list[socket.socket] = field(default_factory=list)
+    _standby: AgentProcess | None = None
+    """The agent that comes after `_agent`."""
+    _standby_at: float | None = None
+    """When it is to be forked."""
+    _end_of_heap: bytes = b""
+    """In an agent that stood by."""
 
     def main(self, told: Callable[[], None] = lambda: None) -> int:
         """Watch until the agent ends for good; the exit status. `told` is called when the first
@@ -283,11 +310,13 @@ class Supervisor:
                 agent = self._agent
                 assert agent is not None
                 while not agent.ended:
-                    if self.announced or self.deadline is None:
-                        self._wait(None)
+                    until = self._standby_at if self.announced else self.deadline
+                    self._wait(None if until is None else max(0.0, until - time.monotonic()))
+                    if until is None or time.monotonic() < until:
                         continue
-                    self._wait(max(0.0, self.deadline - time.monotonic()))
-                    if time.monotonic() > self.deadline and not self.announced:
+                    if self.announced:
+                        self._stand_by()
+                    else:
                         log.error("the new agent is not ready in time")
                         agent.signal(signal.SIGKILL)
                         self.deadline = None
@@ -300,6 +329,9 @@ class Supervisor:
                 if self.announced and self._post is not _Post.LEFT:
                     os.unlink(takeover_path(self.options))
                     os.unlink(self.options.local.socket_path)
+            if self._standby is not None:
+                self._standby.signal(signal.SIGKILL)
+                self._gone(self._standby)
             signal.set_wakeup_fd(-1)
             for sock in (self._listener, wakeup, self._signals):
                 sock.close()
@@ -318,6 +350,38 @@ class Supervisor:
     # --- agents ---------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        """Have an agent serve: the one that stands by, if there is one."""
+        agent, self._standby, self._standby_at = self._standby, None, None
+        if agent is None or agent.state is not AgentState.STANDBY:
+            agent = self._fork()
+        self._agent = agent
+        self._happens(agent, AgentEvent.CALLED)
+        agent.started_at = time.monotonic()
+        clients = list(self.standing.survivors.values())
+        try:
+            agent.pipe.settimeout(HAND_OVER_S)
+            agent.pipe.send(msgspec.msgpack.encode(_Called(len(clients))))
+            _send_clients(agent.pipe, clients)
+        except OSError as error:
+            log.error("agent %d does not come: %s", agent.pid, error)
+            agent.signal(signal.SIGKILL)
+        finally:
+            agent.pipe.setblocking(False)
+
+    def _stand_by(self) -> None:
+        """Have an agent that comes after the one that serves."""
+        self._standby_at = None
+        agent = self._agent
+        if self.stopping or agent is None or agent.state is not AgentState.SERVING:
+            return
+        try:
+            self._standby = self._fork()
+        except OSError as error:
+            log.warning("no agent stands by: %s", error)
+            self._standby_at = time.monotonic() + MAX_PAUSE_S
+
+    def _fork(self) -> AgentProcess:
+        """An agent that waits for a call. OSError where there is no room for another process."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         watch = DeathWatch()
         sys.stdout.flush()
@@ -325,30 +389,34 @@ class Supervisor:
         # What is here is not looked through again by the child's collector: that would copy it all.
         gc.collect()
         gc.freeze()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            for end in (ours, theirs, watch):
+                end.close()
+            raise
         if pid == 0:
             ours.close()
-            self._be_the_agent(theirs, watch)
+            self._be_an_agent(theirs, watch)
         theirs.close()
         self.standing.kept.found = True
         agent = AgentProcess(pid, os.pidfd_open(pid), ours, watch, time.monotonic())
-        self._agent = agent
         ours.setblocking(False)
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._heard_from(agent))
         self._selector.register(agent.pidfd, selectors.EVENT_READ, lambda: self._gone(agent))
         self._selector.register(watch.fd, selectors.EVENT_READ, lambda: self._stopped(agent))
+        return agent
 
-    def _be_the_agent(self, pipe: socket.socket, watch: DeathWatch) -> None:
+    def _be_an_agent(self, pipe: socket.socket, watch: DeathWatch) -> None:
         """In the child: never returns."""
         status = 1
         try:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
-            self._selector.close()
-            self._signals.close()
-            self._listener.close()
+            self._let_go_of_all()
             watch.hold()
+            self._await_call(pipe)
             nice = os.getpriority(os.PRIO_PROCESS, 0)
             with contextlib.suppress(OSError):  # who may not is no quicker than others
                 os.setpriority(os.PRIO_PROCESS, 0, min(nice, _STARTING_NICE))
@@ -362,6 +430,30 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 pipe.send(msgspec.msgpack.encode(_Ending()))
             os._exit(status)
+
+    def _let_go_of_all(self) -> None:
+        """In the child: close what is the supervisor's alone. Other agents' pipes would not end
+        with it, and clients' connections not when they should."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+            else:
+                os.close(key.fd)
+        self._selector.close()
+        for client in list(self.standing.survivors):
+            self._forget(client)
+
+    def _await_call(self, pipe: socket.socket) -> None:
+        """In the child: stand by. Whoever is not called any more, since the supervisor has ended,
+        ends."""
+        name = _renamed(STANDBY_NAME)
+        if make_private_pages_own(pipe.fileno()):
+            self._end_of_heap = have_free_memory(_AGENT_HEAP_BYTES)
+        data = pipe.recv(_MAX_WORD_BYTES)
+        if not data:
+            os._exit(0)
+        self.standing.survivors = _receive_clients(pipe, _Call.decode(data).clients)
+        _renamed(name)
 
     def _happens(self, agent: AgentProcess, event: AgentEvent) -> bool:
         """Whether that can happen to the agent; then it has."""
@@ -391,9 +483,9 @@ class Supervisor:
                 continue
             if isinstance(word, _Ready):
                 if self._happens(agent, AgentEvent.READY):
+                    self._is_ready(agent, word.facts)
                     if not word.card:
                         agent.watch.start()
-                    self._is_ready(agent, word.facts)
                 continue
             self._forget(word.number)
             if isinstance(word, _Joined) and fds:  # none where we are out of descriptors
@@ -416,6 +508,7 @@ class Supervisor:
             announce_ready(**{**facts, "pid": os.getpid(), "agent_pid": agent.pid})
         with contextlib.suppress(OSError):  # it has just died
             agent.pipe.send(b"go")
+        self._standby_at = time.monotonic() + STANDBY_AFTER_S
 
     def _forget(self, number: int) -> None:
         client = self.standing.survivors.pop(number, None)
@@ -447,6 +540,11 @@ class Supervisor:
             return
         _, status = os.waitpid(agent.pid, 0)
         agent.code = os.waitstatus_to_exitcode(status)
+        if agent is self._standby:
+            if not self.stopping and self._post is _Post.KEPT:
+                log.warning("the agent that stood by ended (%s)", _said(agent.code))
+            self._standby = None
+            self._standby_at = time.monotonic() + MAX_PAUSE_S
         self._selector.unregister(agent.pidfd)
         os.close(agent.pidfd)
         if is_open:
@@ -567,12 +665,32 @@ class Supervisor:
         fds += [sock.fileno() for sock in (standing.frames, standing.local, *standing.bulk)]
         given = _Given(standing.buffer_bytes, len(standing.bulk), len(clients))
         socket.send_fds(peer, [msgspec.msgpack.encode(given)], fds)
-        for client in clients:
-            fds = [client.connection.fileno()]
-            if client.region_fd is not None:
-                fds.append(client.region_fd)
-            word = _GivenClient(client.number, client.token, client.read_only)
-            socket.send_fds(peer, [msgspec.msgpack.encode(word)], fds)
+        _send_clients(peer, clients)
+
+
+def _send_clients(peer: socket.socket, clients: list[Survivor]) -> None:
+    """Hand these over, each with its descriptors; OSError where nobody takes them."""
+    for client in clients:
+        fds = [client.connection.fileno()]
+        if client.region_fd is not None:
+            fds.append(client.region_fd)
+        word = _GivenClient(client.number, client.token, client.read_only)
+        socket.send_fds(peer, [msgspec.msgpack.encode(word)], fds)
+
+
+def _receive_clients(peer: socket.socket, count: int) -> dict[int, Survivor]:
+    """What `_send_clients` sends; TakeoverError where it is something else."""
+    survivors: dict[int, Survivor] = {}
+    for _ in range(count):
+        data, fds, _, _ = socket.recv_fds(peer, _MAX_WORD_BYTES, 2)
+        client = _Answer.decode(data)
+        if not isinstance(client, _GivenClient) or not fds:
+            raise TakeoverError("the clients that are handed over are not understood")
+        survivors[client.number] = Survivor(
+            *(client.number, client.token, socket.socket(fileno=fds[0])),
+            *(fds[1] if len(fds) > 1 else None, client.read_only),
+        )
+    return survivors
 
 
 def supervise(options: Options, run: Run, takeover: bool) -> int:
@@ -657,20 +775,20 @@ def _take_over(options: Options, peer: socket.socket) -> Standing:
         raise TakeoverError(given.reason)
     if not isinstance(given, _Given) or len(fds) != 5 + given.bulk:
         raise TakeoverError("what the agent that runs hands over is not understood")
-    survivors: dict[int, Survivor] = {}
-    for _ in range(given.clients):
-        data, of_client, _, _ = socket.recv_fds(peer, _MAX_WORD_BYTES, 2)
-        client = _Answer.decode(data)
-        if not isinstance(client, _GivenClient) or not of_client:
-            raise TakeoverError("what the agent that runs hands over is not understood")
-        survivors[client.number] = Survivor(
-            *(client.number, client.token, socket.socket(fileno=of_client[0])),
-            *(of_client[1] if len(of_client) > 1 else None, client.read_only),
-        )
+    survivors = _receive_clients(peer, given.clients)
     arena_fd, index_fd, ledger_fd, frames, local, *bulk = fds
     kept = from_descriptors(kept_options(options), arena_fd, index_fd, ledger_fd)
     sockets = [socket.socket(fileno=fd) for fd in (frames, local, *bulk)]
     return Standing(kept, sockets[0], given.buffer_bytes, sockets[2:], sockets[1], survivors)
+
+
+def _renamed(name: str) -> str:
+    """Be called so in `ps` from now on; the name before. Where /proc is read-only nothing is."""
+    before = ""
+    with contextlib.suppress(OSError):
+        before = _COMM.read_text()
+        _COMM.write_text(name)
+    return before
 
 
 def _heard(_number: int, _frame: object) -> None:

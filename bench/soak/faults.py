@@ -243,7 +243,7 @@ class Faults:
         async with self._without(part):
             children = self._children(part)
             await self._pool.kill(part)
-            for child in children:  # of an agent that keeps its arena: the agent itself
+            for child in children:  # of an agent that keeps its arena
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
             await self._gone(part, children)
@@ -279,7 +279,8 @@ class Faults:
         return 1
 
     def _children(self, part: str) -> list[int]:
-        """The processes that a part has started: of an agent that keeps its arena, the agent."""
+        """The processes that a part has started: of an agent that keeps its arena, the agent,
+        and the one that stands by."""
         pid = self._pool.parts[part].pid
         return [] if pid is None else children_of(pid)
 

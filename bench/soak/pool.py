@@ -64,7 +64,7 @@ from kvcast.bench.soak.verdict import (
     some_of,
 )
 from kvcast.bench.soak.watch import Watch, leftovers
-from kvcast.bench.usage import children_of
+from kvcast.bench.usage import agents_of
 from kvcast.hostagent.client import AsyncClient, KvcastError
 from kvcast.service import provenance
 from kvcast.topologies.pool import Pool, PoolError, PoolOptions
@@ -332,12 +332,12 @@ class _Soak:
         pids = self._pool.pids
         for node in self._memory.keepers:
             supervisor = pids[node]
-            children = children_of(supervisor) if supervisor is not None else []
-            pids |= {node: children[0] if children else None, f"supervisor of {node}": supervisor}
-            if children:
+            agents = agents_of(supervisor) if supervisor is not None else []
+            pids |= {node: agents[0] if agents else None, f"supervisor of {node}": supervisor}
+            if agents:
                 before = self._agents.get(node)
-                self._agents[node] = (supervisor, children[0])
-                if before is not None and before[0] == supervisor and before[1] != children[0]:
+                self._agents[node] = (supervisor, agents[0])
+                if before is not None and before[0] == supervisor and before[1] != agents[0]:
                     self._died.append(f"{node}, {self._faults.elapsed():.0f} s: its agent died")
         return pids
 

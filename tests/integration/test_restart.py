@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from hostagent_harness import MiniController, PlainSwitch, mac_of, until
+from kvcast.bench.usage import agents_of, children_of, standby_of
 from kvcast.hostagent import membarrier
 from kvcast.hostagent.client import AgentGoneError, AsyncClient, Client, UnavailableError
 from kvcast.hostagent.client.conversation import Ack
@@ -39,10 +40,6 @@ def key(number: int) -> bytes:
 
 def content(number: int) -> bytes:
     return random.Random(number).randbytes(BLOCK_BYTES)
-
-
-def children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 class Node:
@@ -66,13 +63,19 @@ class Node:
 
     def agent(self) -> int:
         """The process that serves."""
-        (pid,) = children(self.process.pid)
+        return agents_of(self.process.pid)[0]
+
+    async def standby(self) -> int:
+        """The process that comes after it, once there is one."""
+        await until(lambda: standby_of(self.process.pid) is not None)
+        pid = standby_of(self.process.pid)
+        assert pid is not None
         return pid
 
     async def kill_agent(self) -> None:
         """SIGKILL to it, and only to it; returns when its memory is gone, too."""
         # Clients find blocks by themselves, so they may not have waited for the one before.
-        await until(lambda: len(children(self.process.pid)) == 1)
+        await until(lambda: len(agents_of(self.process.pid)) == 1)
         pid = self.agent()
         os.kill(pid, signal.SIGKILL)
         await until(lambda: not Path(f"/proc/{pid}").exists())
@@ -132,7 +135,7 @@ async def test_an_agent_that_is_killed_is_followed_by_one_that_serves_the_same(
         for _ in range(3):
             await one.kill_agent()
             await check(client, *range(20))
-        await until(lambda: children(one.process.pid) not in ([], [before]))
+        await until(lambda: agents_of(one.process.pid) not in ([], [before]))
         assert bytes(held.data) == content(3)
         # What is held is kept where it lies, whatever comes.
         await put(client, *range(100, 160))
@@ -142,6 +145,85 @@ async def test_an_agent_that_is_killed_is_followed_by_one_that_serves_the_same(
         assert stats["arena_held_bytes"] > 0
         held.release()
         await until_released(client)
+
+
+async def test_the_agent_that_stands_by_serves_those_who_came_after_it_was_forked(
+    tmp_path: Path,
+) -> None:
+    async with node(tmp_path) as one, await AsyncClient.connect(one.socket) as client:
+        await put(client, *range(5))
+        async with await AsyncClient.connect(one.socket) as gone:
+            await gone.pin(NAMESPACE, [key(4)])
+            standby = await one.standby()
+        (held,) = await client.get(NAMESPACE, [key(3)], 10.0)
+        assert held is not None
+        async with await AsyncClient.connect(one.socket) as later:
+            assert await later.pin(NAMESPACE, [key(1), key(2)]) == 2
+            for _ in range(2):
+                await one.kill_agent()
+                await check(client, *range(5))
+                assert one.agent() == standby
+                standby = await one.standby()
+            # What it does not know of would be taken for nobody's.
+            await put(client, *range(100, 160))
+            assert bytes(held.data) == content(3)
+            assert await later.unpin(NAMESPACE, [key(1), key(2)]) == 2
+        held.release()
+        await until_released(client)
+
+
+async def test_who_stands_by_holds_nothing_of_clients_and_ends_with_its_supervisor(
+    tmp_path: Path,
+) -> None:
+    async with node(tmp_path) as one, contextlib.AsyncExitStack() as stack:
+        for _ in range(20):
+            await stack.enter_async_context(await AsyncClient.connect(one.socket))
+        agent, standby = one.agent(), await one.standby()
+        supervisor, waiting = (set(_sockets(pid)) for pid in (one.process.pid, standby))
+        assert len(supervisor) > 20
+        # What listens, and its half of a pair.
+        assert len(waiting & supervisor) <= 4
+        assert len(waiting - supervisor) == 1
+        one.process.kill()
+        await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (agent, standby)))
+        await one.start()
+
+
+def _sockets(pid: int) -> list[str]:
+    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    return [link for link in links if link.startswith("socket:")]
+
+
+async def test_one_that_stands_by_and_dies_is_replaced_and_nobody_else_notices(
+    tmp_path: Path,
+) -> None:
+    async with node(tmp_path) as one, await AsyncClient.connect(one.socket) as client:
+        await put(client, *range(5))
+        agent, standby = one.agent(), await one.standby()
+        os.kill(standby, signal.SIGSTOP)  # it dies at the moment that it is called
+        os.kill(agent, signal.SIGKILL)
+        await until(lambda: agent not in children_of(one.process.pid))
+        os.kill(standby, signal.SIGKILL)
+        await client.stats()  # the next one serves
+        await check(client, *range(5))
+        agent, standby = one.agent(), await one.standby()
+        os.kill(standby, signal.SIGKILL)
+        await check(client, *range(5))
+        await until(lambda: standby_of(one.process.pid) not in (None, standby))
+        assert one.agent() == agent
+
+
+async def test_nothing_of_a_node_that_is_stopped_or_upgraded_runs_on(tmp_path: Path) -> None:
+    async with node(tmp_path) as one:
+        old, before = one.process, [one.agent(), await one.standby()]
+        await one.start("--takeover")
+        assert await asyncio.wait_for(old.wait(), 60) == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in before)
+        now = [one.agent(), await one.standby()]
+        assert children_of(one.process.pid) == now
+        one.process.terminate()
+        assert await asyncio.wait_for(one.process.wait(), 60) == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in now)
 
 
 async def until_it_serves(client: AsyncClient) -> None:
@@ -280,7 +362,7 @@ async def test_an_agent_is_replaced_under_load_and_nothing_fails(tmp_path: Path)
         assert bytes(held.data) == content(3)
         held.release()
         await check(client, *range(10))
-        assert one.agent() in children(one.process.pid)
+        assert one.agent() in agents_of(one.process.pid)
 
 
 async def test_a_takeover_by_who_wants_another_arena_is_refused_and_changes_nothing(
@@ -312,7 +394,7 @@ async def test_a_takeover_whose_new_side_dies_is_given_up(tmp_path: Path) -> Non
             peer.send(msgspec.msgpack.encode(_question_of(options)))
             assert peer.recv(65536)  # what stands, with its descriptors: it takes none of them
         await check(client, *range(5))
-        await until(lambda: children(one.process.pid) not in ([], [before]))
+        await until(lambda: agents_of(one.process.pid) not in ([], [before]))
         await check(client, *range(5))
         await one.start("--takeover")
         await check(client, *range(5))
@@ -408,7 +490,7 @@ async def test_agents_that_die_at_once_are_not_started_for_ever(tmp_path: Path) 
         killed: set[int] = set()
         while one.process.returncode is None:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                for pid in set(children(one.process.pid)) - killed:
+                for pid in set(agents_of(one.process.pid)) - killed:
                     killed.add(pid)
                     os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(0.005)
@@ -534,7 +616,7 @@ async def test_an_agent_that_dies_in_the_moment_of_an_answer_leaves_word_of_it(
         def kill() -> None:
             pid = one.agent()
             os.kill(pid, signal.SIGKILL)
-            while pid in children(one.process.pid):
+            while pid in agents_of(one.process.pid):
                 time.sleep(0.01)
 
         assert await asyncio.to_thread(_read_and_kill, one.socket, kill) == 6
@@ -590,7 +672,7 @@ def _put_and_kill(path: str, dies: Node, ack: Ack, together: int, lives: int) ->
             pid = dies.agent()
             put_some()
             os.kill(pid, signal.SIGKILL)
-            while pid in children(dies.process.pid):
+            while pid in children_of(dies.process.pid):
                 time.sleep(0.01)
     return count
 

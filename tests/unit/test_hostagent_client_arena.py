@@ -49,7 +49,7 @@ def test_where_the_kernel_cannot_map_ahead_rooms_are_written_all_the_same() -> N
     os.ftruncate(fd, size_bytes)
     arena = Arena(fd, size_bytes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mapping, "_MADV_POPULATE_WRITE", 9999)
+        patch.setattr(mapping, "MADV_POPULATE_WRITE", 9999)
         room = arena.room(GRANULE_BYTES, 2 * GRANULE_BYTES)
     room[:] = b"x" * len(room)
     assert bytes(arena.read(GRANULE_BYTES, 2)) == b"xx"

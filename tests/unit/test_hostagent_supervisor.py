@@ -47,7 +47,9 @@ class Scene:
         pid = os.posix_spawn("/bin/true", ["true"], {})
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         self.watch: Any = _Watch()
-        self.agent = AgentProcess(pid, os.pidfd_open(pid), ours, self.watch, 0.0)
+        self.agent = AgentProcess(
+            pid, os.pidfd_open(pid), ours, self.watch, 0.0, AgentState.STARTING
+        )
         self.supervisor = Supervisor(nothing, nothing, nothing, announced=True, _agent=self.agent)
         self.selector = self.supervisor._selector = selectors.DefaultSelector()
         for end, heard in (
@@ -197,7 +199,7 @@ def test_nobody_follows_an_agent_whose_memory_a_card_may_still_write(card: bool)
         watch: Any = _Watch()
         options: Any = None
         run: Any = None
-        agent = AgentProcess(pid=0, pidfd=-1, pipe=ours, watch=watch, started_at=0.0)
+        agent = AgentProcess(0, -1, ours, watch, 0.0, AgentState.STARTING)
         supervisor = Supervisor(options, run, standing, announced=True)
         Place(standing, theirs, nice=0)._say(_Ready({}, card))
         supervisor._heard_from(agent)
