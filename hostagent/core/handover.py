@@ -17,15 +17,18 @@ Three kinds of tasks:
   what it has, if there is room to spare.
 - *late replicas*: the copy of a put has left DRAM before it was its turn to go to a further home.
 
+A map changes what becomes of all blocks that are here, and there may be millions: they are looked
+at `PART_BLOCKS` at a time, with turns for others between. Until all are, each counts as left.
+
 Whoever is offered a block that it has says so, and no bytes are sent; so several may offer the
-same. Bounds: `max_in_flight` calls; `rate_bytes_per_s`; `MAX_WAITING` blocks. A call that fails is
-made again after a pause: of a move as long as the map wants it (whoever is being drained must not
-go with the only copy), of others `TRIES` times in all, unless the other refuses the caller. What
-leaves DRAM for a lower tier before its turn comes is brought back from there; where there is no
-room for it now, that is tried again like a call, and said (`HandedOver.no_room`), since what is
-pinned there may stay so for long. What is larger than the arena or the namespace's quota is not
-waited for: it has failed. A home holds what is in its buckets, whether or not its own engines may
-use the namespace.
+same. Bounds: `max_in_flight` calls; `rate_bytes_per_s`; `MAX_WAITING` blocks beside those that were
+here when a map came. A call that fails is made again after a pause: of a move as long as the map
+wants it (whoever is being drained must not go with the only copy), of others `TRIES` times in all,
+unless the other refuses the caller. What leaves DRAM for a lower tier before its turn comes is
+brought back from there; where there is no room for it now, that is tried again like a call, and
+said (`HandedOver.no_room`), since what is pinned there may stay so for long. What is larger than
+the arena or the namespace's quota is not waited for: it has failed. A home holds what is in its
+buckets, whether or not its own engines may use the namespace.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -54,7 +57,14 @@ CALL_TIMEOUT_S: Final = 10.0
 REPORT_S: Final = 0.5
 """How often it is said how much is left, while that changes."""
 MAX_WAITING: Final = 1 << 20
-"""Blocks that wait to be sent; more are left out, and counted as failed."""
+"""Blocks that came or failed since the map, and wait to be sent; more are left out, and counted as
+failed."""
+PART_BLOCKS: Final = 2048
+"""Of those that were here when a map came, so many are looked at in one turn: 1 to 3 ms."""
+PAUSE_S: Final = 0.005
+"""Between two turns."""
+_AHEAD: Final = 64
+"""Tasks that are made of what was found before their turn comes."""
 _BURST_S: Final = 0.05
 _HOPELESS: Final = frozenset({bulk.FORBIDDEN, bulk.WRONG_DIGEST})
 
@@ -87,6 +97,20 @@ class _Task:
     """What came from there, pinned: else it might go down again before it is sent."""
 
 
+@dataclass(slots=True, eq=False)
+class _Scan:
+    """What was here when a map came, as far as it was not looked at."""
+
+    blocks: Iterator[BlockId]
+    left: int
+    moves: dict[int, list[str]]
+    """By bucket, who is to have what there is of it;"""
+    repairs: dict[int, list[str]]
+    """and who is to have it if there is room to spare."""
+    seen: set[BlockId] | None
+    """What was found already, where blocks may be named more than once."""
+
+
 def _no_recall(_now: float, _block: BlockId, _then: Callable[[], None]) -> bool:
     return False
 
@@ -111,7 +135,7 @@ class Handover:
         self.options = options
         self.counters = HandoverCounters()
         self.progressed: Callable[[float], None] = lambda _now: None
-        """Told when a call has ended."""
+        """Told when a call has ended, or more is known of what there is to do."""
         self.too_large: Callable[[BlockId, int], None] = lambda _block, _size_bytes: None
         """Told of the first block of a map that cannot come to DRAM for its size."""
         self._told_too_large = False
@@ -125,9 +149,14 @@ class Handover:
         self._later: list[tuple[float, int, _Task]] = []
         """A heap of tasks that failed, and when they are tried again."""
         self._serial = itertools.count()
+        self._scans: deque[_Scan] = deque()
+        self._look_at = 0.0
+        """When more of the first is looked at."""
+        self._found: dict[tuple[str, bool], deque[BlockId]] = {}
+        """By node, and whether it is a move: what no task was made of yet."""
         self._in_flight = 0
         self._moving = 0
-        """Tasks of moves that have not ended."""
+        """Tasks of moves that have not ended, and what was found for such."""
         self._total = 0
         """Tasks of moves since the first map of this row of changes."""
         self._failed = 0
@@ -141,8 +170,9 @@ class Handover:
 
     @property
     def left(self) -> int:
-        """Blocks that are still to be handed over."""
-        return len(self._tasks) + len(self._later) + self._in_flight
+        """Blocks that are still to be handed over, or to be looked at for that."""
+        found = sum(map(len, self._found.values())) + sum(scan.left for scan in self._scans)
+        return self._waiting + found
 
     # --- events -------------------------------------------------------------------------------
 
@@ -163,14 +193,15 @@ class Handover:
         repairs = self._repairs(old, pool) if old is not None else {}
         self._reported = None
         self._told_too_large = False
+        self._drop_scans(pool)
         if not moves and not repairs:
             return
-        for block in dict.fromkeys((*self._store.blocks(), *self.lower())):
-            bucket = bucket_of(block.key)
-            for node_id in moves.get(bucket, ()):
-                self._add(_Task(block, node_id, move=True))
-            for node_id in repairs.get(bucket, ()):
-                self._add(_Task(block, node_id, spare=True))
+        if not self._scans:
+            self._look_at = 0.0
+        blocks, lower = self._store.blocks(), [*self.lower()]
+        seen: set[BlockId] | None = set() if lower else None
+        blocks += lower
+        self._scans.append(_Scan(iter(blocks), len(blocks), moves, repairs, seen))
         self._done.update((bucket, n) for bucket, nodes in moves.items() for n in nodes)
 
     def came(self, block: BlockId, epoch: int) -> None:
@@ -206,9 +237,13 @@ class Handover:
         pool = self._outbox.pool
         if pool is None or pool.is_settled:
             return None
-        told = HandedOver(pool.epoch, self._moving, self._total, self._failed, self._no_room)
+        unseen = sum(scan.left for scan in self._scans if scan.moves)
+        told = HandedOver(
+            *(pool.epoch, self._moving + unseen, self._total + unseen),
+            *(self._failed, self._no_room),
+        )
         former = self._reported
-        goes_on = self._moving and not (former is not None and former.left == 0)
+        goes_on = told.left and not (former is not None and former.left == 0)
         if told == former or (goes_on and now < self._report_at):
             return None
         self._reported, self._report_at = told, now + REPORT_S
@@ -217,23 +252,33 @@ class Handover:
     def get_timer(self) -> float | None:
         """When `advance` must be called next; None = nothing is pending."""
         times = []
-        if self._tasks and self._in_flight < self.options.max_in_flight:
+        if (self._tasks or self._found) and self._in_flight < self.options.max_in_flight:
             times.append(self._may_send_at)
+        if self._scans:
+            times.append(self._look_at)
         if self._later:
             times.append(self._later[0][0])
         return min(times, default=None)
 
     def advance(self, now: float) -> None:
-        """Offer the blocks whose turn it is."""
+        """Offer the blocks whose turn it is, and look for more."""
+        looked = bool(self._scans) and self._look_at <= now
+        if looked:
+            self._look_at = now + PAUSE_S
+            self._look()
         while self._later and self._later[0][0] <= now:
             self._tasks.append(heapq.heappop(self._later)[2])
         self._may_send_at = max(self._may_send_at, now - _BURST_S)
-        while (
-            self._tasks
-            and self._in_flight < self.options.max_in_flight
-            and self._may_send_at <= now
-        ):
+        for _ in range(PART_BLOCKS):  # a map may have left nobody to take any of them
+            if (
+                self._in_flight >= self.options.max_in_flight
+                or self._may_send_at > now
+                or not self._has_task()
+            ):
+                break
             self._offer(now, self._tasks.popleft())
+        if looked:
+            self.progressed(now)
 
     # --- what there is to do ------------------------------------------------------------------
 
@@ -255,8 +300,59 @@ class Handover:
                     repairs[bucket] = new
         return repairs
 
+    def _drop_scans(self, pool: Pool) -> None:
+        """What the map does not want any more is not looked for."""
+        for scan in self._scans:
+            scan.moves = {
+                bucket: wanted
+                for bucket, nodes in scan.moves.items()
+                if (wanted := [n for n in nodes if (bucket, n) in self._done])
+            }
+            scan.repairs = {
+                bucket: wanted
+                for bucket, nodes in scan.repairs.items()
+                if (wanted := [n for n in nodes if n in pool.holders_of(bucket)])
+            }
+        self._scans = deque(scan for scan in self._scans if scan.moves or scan.repairs)
+
+    def _look(self) -> None:
+        """At some of what was here when a map came: whom is it for?"""
+        scan = self._scans[0]
+        for block in itertools.islice(scan.blocks, PART_BLOCKS):
+            bucket = bucket_of(block.key)
+            moves, repairs = scan.moves.get(bucket), scan.repairs.get(bucket)
+            if not moves and not repairs:
+                continue
+            if scan.seen is not None:
+                if block in scan.seen:
+                    continue
+                scan.seen.add(block)
+            for node_id in moves or ():
+                self._found.setdefault((node_id, True), deque()).append(block)
+                self._moving += 1
+                self._total += 1
+            for node_id in repairs or ():
+                self._found.setdefault((node_id, False), deque()).append(block)
+        scan.left = max(0, scan.left - PART_BLOCKS)
+        if not scan.left:
+            self._scans.popleft()
+
+    def _has_task(self) -> bool:
+        """Whether there is one, made of what was found for each in turn if need be."""
+        while self._found and len(self._tasks) < _AHEAD:
+            (node_id, move), blocks = next(iter(self._found.items()))
+            del self._found[node_id, move]
+            self._tasks.append(_Task(blocks.popleft(), node_id, move=move, spare=not move))
+            if blocks:
+                self._found[node_id, move] = blocks
+        return bool(self._tasks)
+
+    @property
+    def _waiting(self) -> int:
+        return len(self._tasks) + len(self._later) + self._in_flight
+
     def _add(self, task: _Task) -> None:
-        if self.left >= MAX_WAITING:
+        if self._waiting >= MAX_WAITING:
             self.counters.failed += 1
             self._failed += task.move
             return

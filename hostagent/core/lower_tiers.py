@@ -10,6 +10,7 @@ moves up by being read, and down by not being used.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from kvcast.hostagent.core.ssd import SsdTier
@@ -83,7 +84,7 @@ class LowerTiers:
 
     def blocks(self) -> Iterable[BlockId]:
         """All that lies in any of them; some more than once."""
-        return (block for tier in self._tiers for block in tier.shelf.blocks())
+        return itertools.chain.from_iterable(tier.shelf.blocks() for tier in self._tiers)
 
 
 def put_below(store: Store, tiers: Sequence[SsdTier]) -> LowerTiers:

@@ -257,7 +257,8 @@ class Transport(ABC):
 
     def _on_soon(self) -> None:
         self._soon = False
-        self._due()
+        if not self._closed:
+            self._due()
 
     def _on_timer(self) -> None:
         self._timer = None

@@ -42,12 +42,15 @@ def pool(
     epoch: int = 1,
     nodes: tuple[int, ...] = (1, 2, 3, 4),
     leaving: tuple[int, ...] = (),
+    even: list[int] | None = None,
 ) -> Pool:
+    """`even`: the homes of even buckets, if they have others."""
     infos = [
         NodeInfo(n, f"node-{n}", f"10.0.0.{n}", f"02:00:00:00:00:0{n}", n, 1, "h", n) for n in nodes
     ]
     names = [NamespaceInfo(1, "t", "m", "1", "l")]
-    buckets = [list(homes) for _ in range(BUCKETS)]
+    others = homes if even is None else even
+    buckets = [list(homes if bucket % 2 else others) for bucket in range(BUCKETS)]
     new = PoolMap(epoch, infos, buckets, names, [], settled=settled, leaving=list(leaving))
     return Pool(new, ME, f"node-{ME}")
 
@@ -609,3 +612,112 @@ def test_what_would_wait_beyond_the_bound_is_left_out_and_counted(
     assert bench.end_all() == 3
     bench.core.came(block(7), bulk.OLDEST_MAP)
     assert bench.core.left == 1
+
+
+def turns(bench: Bench) -> tuple[list[tuple[BlockId, int]], list[int]]:
+    """What is offered until nothing is left, and how much is said to be left meanwhile."""
+    offered: list[tuple[BlockId, int]] = []
+    left: list[int] = []
+    while True:
+        calls = bench.calls()
+        for call in calls:
+            assert call.begin()
+            call.ended(bench.now, bulk.DONE)
+        told = bench.core.report(bench.now)
+        offered += [(call.copy.block, call.node) for call in calls]
+        left += [told.left] if told is not None else []
+        timer = bench.core.get_timer()
+        if timer is None and not bench.outbox.calls:
+            return offered, left
+        if timer is not None:
+            bench.now = max(bench.now, timer, bench.now + handover_module.REPORT_S)
+        bench.core.advance(bench.now)
+
+
+def test_very_many_blocks_are_looked_at_by_and_by_and_nothing_is_said_to_be_done_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(handover_module, "PART_BLOCKS", 4)
+    bench = Bench(blocks=0)
+    for number in range(20):
+        bench.hold(block(number, bucket=number % 2))
+    bench.use(pool([1, 2]))
+    bench.use(pool([1, 2, 3], settled=2, epoch=2, even=[1, 2]))
+    assert bench.core.left == 20 - 4 + 2
+    assert bench.core.report(bench.now) == HandedOver(2, 18, 18, 0)
+    offered, left = turns(bench)
+    assert offered == [(block(n, 1), 3) for n in range(1, 20, 2)]
+    assert left.index(0) == len(left) - 1
+    assert bench.core.left == 0
+
+
+def test_a_further_map_while_blocks_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is still to have them gets all of them once, and whoever is not any more is not
+    looked for."""
+    monkeypatch.setattr(handover_module, "PART_BLOCKS", 4)
+    bench = Bench(blocks=12)
+    bench.use(pool([1, 2]))
+    bench.use(pool([1, 2, 3], settled=2, epoch=2))
+    bench.use(pool([1, 2, 3, 4], settled=2, epoch=3))
+    offered = turns(bench)[0]
+    assert sorted(offered) == [(block(n), node) for n in range(12) for node in (3, 4)]
+    bench.use(pool([1, 2], epoch=4))
+    bench.use(pool([1, 2, 3], settled=2, epoch=5))
+    assert bench.end_all() == 4
+    bench.use(pool([1, 2, 4], settled=2, epoch=6))
+    offered = turns(bench)[0]
+    assert sorted(offered) == [(block(n), 4) for n in range(12)]
+
+
+def test_a_repair_goes_on_with_what_was_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover_module, "PART_BLOCKS", 4)
+    bench = Bench(blocks=12)
+    bench.use(pool([1, 2]))
+    bench.use(pool([1, 3], epoch=2, nodes=(1, 3, 4)))
+    bench.use(pool([1, 3], epoch=3, nodes=(1, 3)))
+    assert turns(bench)[0] == [(block(n), 3) for n in range(12)]
+    bench.use(pool([1, 4], epoch=4, nodes=(1, 4)))
+    assert bench.end_all() == 4
+    bench.use(pool([1], epoch=5, nodes=(1,)))
+    assert bench.core.left == 0
+    assert turns(bench)[0] == []
+
+
+def test_what_lies_in_two_tiers_is_offered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover_module, "PART_BLOCKS", 4)
+    bench = Bench(blocks=6)
+    bench.core.lower = lambda: iter([block(n) for n in (*range(6), *range(6))])
+    bench.use(pool([1, 2]))
+    bench.use(pool([1, 2, 3], settled=2, epoch=2))
+    assert turns(bench)[0] == [(block(n), 3) for n in range(6)]
+
+
+def test_however_many_are_here_all_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover_module, "MAX_WAITING", 3)
+    monkeypatch.setattr(handover_module, "PART_BLOCKS", 4)
+    bench = Bench(blocks=30)
+    bench.use(pool([1, 2]))
+    bench.use(pool([1, 2, 3], settled=2, epoch=2))
+    assert len(turns(bench)[0]) == 30
+    assert bench.core.counters.failed == 0
+
+
+def test_tasks_that_nobody_takes_any_more_do_not_hold_others_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(handover_module, "PART_BLOCKS", 10)
+    bench = Bench(blocks=30, max_in_flight=0)
+    bench.use(pool([1, 2]))
+    bench.use(pool([1, 2, 3], settled=2, epoch=2))
+    turns_ = 0
+    while (timer := bench.core.get_timer()) is not None:
+        bench.now = max(bench.now, timer)
+        bench.core.advance(bench.now)
+    assert bench.core.left == 30
+    bench.core.options = HandoverOptions(1e9, 8)
+    bench.use(pool([1, 2], epoch=3))
+    while bench.core.left:
+        turns_ += 1
+        assert bench.core.get_timer() is not None
+        bench.core.advance(bench.now)
+    assert (turns_, bench.calls()) == (2, [])

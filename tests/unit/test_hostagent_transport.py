@@ -294,6 +294,19 @@ async def test_a_flood_holds_no_timer_up(monkeypatch: pytest.MonkeyPatch) -> Non
         assert rounds == ROUNDS_BEFORE_TIMERS
 
 
+async def test_what_was_due_when_it_was_closed_is_not_done_any_more() -> None:
+    """Its descriptor may be another file's by then."""
+    went_wrong: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, what: went_wrong.append(what))
+    core = Overdue(Map("10.77.0.2"))
+    async with tunnel(core) as (transport, _core, _switch):
+        transport.pump()
+        transport.close()
+        for _ in range(3):
+            await asyncio.sleep(0)
+    assert (core.came, went_wrong) == (None, [])
+
+
 async def test_a_closed_peer_costs_frames_and_is_counted() -> None:
     async with tunnel() as (transport, core, switch):
         switch.close()
