@@ -58,7 +58,7 @@ _PRESENT: Final = {
     "segments_in_flight": "Segments asked for, or arriving, and not complete",
     "answers_waiting": "Answers to READs that wait to be sent",
     "replications_waiting": "Copies that wait to be sent to further replicas",
-    "handover_left": "Blocks that are still to be handed over to other nodes",
+    "handover_left": "Blocks that other nodes are still to be sent, or that may be among them",
     "replicas_here": "Blocks that are here as hot replicas",
     "epoch": "Epoch of the bucket map in force; 0: there is none yet",
     "connected": "1 while the controller's connection stands",

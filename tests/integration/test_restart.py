@@ -25,7 +25,8 @@ from kvcast.hostagent import membarrier
 from kvcast.hostagent.client import AgentGoneError, AsyncClient, Client, UnavailableError
 from kvcast.hostagent.client.conversation import Ack
 from kvcast.hostagent.flags import options_of, parse
-from kvcast.hostagent.supervisor import GIVE_UP_AFTER, _question_of
+from kvcast.hostagent.private_pages import make_private_pages_own
+from kvcast.hostagent.supervisor import _AGENT_HEAP_BYTES, GIVE_UP_AFTER, _question_of
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.framing import MessageCodec
 from test_hostagent_daemon import command, start
@@ -196,6 +197,23 @@ def _sockets(pid: int) -> list[str]:
         with contextlib.suppress(FileNotFoundError):  # it was open for a moment
             links.append(os.readlink(path))
     return [link for link in links if link.startswith("socket:")]
+
+
+async def test_who_stands_by_has_memory_of_its_own(tmp_path: Path) -> None:
+    """What it shares, it would have to copy while clients wait; and what it lacks, to ask for."""
+    if not make_private_pages_own(os.eventfd(0)):
+        pytest.skip("the kernel cannot populate memory (Linux 5.14)")
+    async with node(tmp_path) as one:
+        standby = await one.standby()
+        await until(lambda: _memory(standby)["Private_Dirty"] > 0.8 * _memory(standby)["Anonymous"])
+        here = _memory(one.process.pid)["Anonymous"]
+        await until(lambda: _memory(standby)["Anonymous"] > here + _AGENT_HEAP_BYTES // 2)
+
+
+def _memory(pid: int) -> dict[str, int]:
+    """In bytes, by the kernel's names for it."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    return {name: int(value.split()[0]) << 10 for name, value in (x.split(":") for x in lines)}
 
 
 async def test_one_that_stands_by_and_dies_is_replaced_and_nobody_else_notices(

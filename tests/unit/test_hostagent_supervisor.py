@@ -10,14 +10,28 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import signal
 import socket
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from kvcast.hostagent import supervisor as module
 from kvcast.hostagent.agent_process import CAN_GIVE_WAY, AgentProcess, AgentState
-from kvcast.hostagent.supervisor import Place, Supervisor, _Asked, _Ending, _Ready
+from kvcast.hostagent.network.survivors import Survivor
+from kvcast.hostagent.supervisor import (
+    Place,
+    Supervisor,
+    TakeoverError,
+    _Asked,
+    _Call,
+    _Ending,
+    _GivenClient,
+    _Ready,
+    _receive_clients,
+    _send_clients,
+)
 
 
 class _Watch:
@@ -223,3 +237,92 @@ def test_the_place_is_given_to_one_of_two_that_ask_at_once(
     agent.state = AgentState.SERVING
     supervisor._post = module._Post.LEAVING  # its agent ends what it has begun, for another one
     assert "try again" in supervisor._why_not(asked)
+
+
+class _Kept:
+    found = False
+
+
+class _Stands:
+    """What stands, as far as a supervisor that starts an agent looks at it."""
+
+    def __init__(self, *survivors: Survivor) -> None:
+        self.kept = _Kept()
+        self.survivors = {client.number: client for client in survivors}
+
+
+def _waiting(
+    pipe: socket.socket, pid: int = 0, state: AgentState = AgentState.STANDBY
+) -> AgentProcess:
+    watch: Any = _Watch()
+    return AgentProcess(pid, -1, pipe, watch, 0.0, state)
+
+
+def test_who_stands_by_but_is_ending_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing: Any = None
+    stands: Any = _Stands()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        supervisor = Supervisor(nothing, nothing, stands)
+        supervisor._standby = _waiting(nothing, state=AgentState.FAILING)
+        other = _waiting(ours)
+        monkeypatch.setattr(supervisor, "_fork", lambda: other)
+        supervisor._start()
+        assert supervisor._agent is other
+        assert supervisor._standby is None
+        assert _Call.decode(theirs.recv(100)).clients == 0
+        assert not ours.getblocking()
+
+
+def test_who_does_not_take_its_call_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing: Any = None
+    stands: Any = _Stands()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *what: killed.append(what))
+    with ours:
+        supervisor = Supervisor(nothing, nothing, stands)
+        supervisor._standby = _waiting(ours, pid=77)
+        supervisor._start()
+        assert killed == [(77, signal.SIGKILL)]
+        assert not ours.getblocking(), "what it still says is read without waiting"
+
+
+def test_where_no_process_can_be_made_nobody_stands_by_and_nothing_stays_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> int:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    nothing: Any = None
+    stands: Any = _Stands()
+    supervisor = Supervisor(nothing, nothing, stands)
+    supervisor._agent = _waiting(nothing, state=AgentState.SERVING)
+    monkeypatch.setattr(os, "fork", fail)
+    before = os.listdir("/proc/self/fd")
+    supervisor._stand_by()
+    assert os.listdir("/proc/self/fd") == before
+    assert supervisor._standby is None
+    assert supervisor._standby_at is not None, "it is tried again"
+
+
+@pytest.mark.parametrize("region", [False, True])
+def test_clients_are_handed_over_as_they_are(region: bool) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection, client = socket.socketpair()
+    region_fd = os.memfd_create("region") if region else None
+    with ours, theirs, connection, client:
+        _send_clients(ours, [Survivor(5, b"token", connection, region_fd, read_only=True)])
+        found = _receive_clients(theirs, 1)[5]
+        assert (found.number, found.token, found.read_only) == (5, b"token", True)
+        with found.connection:
+            assert os.path.sameopenfile(found.connection.fileno(), connection.fileno())
+        assert (found.region_fd is not None) == region
+        if region_fd is not None and found.region_fd is not None:
+            assert os.path.sameopenfile(found.region_fd, region_fd)
+            os.close(found.region_fd)
+            os.close(region_fd)
+        ours.send(msgspec.msgpack.encode(_GivenClient(5, b"token", read_only=True)))
+        with pytest.raises(TakeoverError, match="not understood"):
+            _receive_clients(theirs, 1)  # it has no connection
