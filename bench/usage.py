@@ -66,11 +66,6 @@ def agents_of(supervisor: int) -> list[int]:
     return [pid for pid in children_of(supervisor) if _name(pid) != STANDBY_NAME]
 
 
-def standby_of(supervisor: int) -> int | None:
-    """The agent that comes after the one that serves; None while there is none."""
-    return next((pid for pid in children_of(supervisor) if _name(pid) == STANDBY_NAME), None)
-
-
 def _name(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text().rstrip()

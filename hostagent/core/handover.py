@@ -252,7 +252,7 @@ class Handover:
     def get_timer(self) -> float | None:
         """When `advance` must be called next; None = nothing is pending."""
         times = []
-        if (self._tasks or self._found) and self._in_flight < self.options.max_in_flight:
+        if self._tasks and self._in_flight < self.options.max_in_flight:
             times.append(self._may_send_at)
         if self._scans:
             times.append(self._look_at)
@@ -270,11 +270,9 @@ class Handover:
             self._tasks.append(heapq.heappop(self._later)[2])
         self._may_send_at = max(self._may_send_at, now - _BURST_S)
         for _ in range(PART_BLOCKS):  # a map may have left nobody to take any of them
-            if (
-                self._in_flight >= self.options.max_in_flight
-                or self._may_send_at > now
-                or not self._has_task()
-            ):
+            self._make_tasks()
+            full = self._in_flight >= self.options.max_in_flight
+            if full or self._may_send_at > now or not self._tasks:
                 break
             self._offer(now, self._tasks.popleft())
         if looked:
@@ -337,15 +335,14 @@ class Handover:
         if not scan.left:
             self._scans.popleft()
 
-    def _has_task(self) -> bool:
-        """Whether there is one, made of what was found for each in turn if need be."""
+    def _make_tasks(self) -> None:
+        """Have some ready, made of what was found for each node in turn."""
         while self._found and len(self._tasks) < _AHEAD:
             (node_id, move), blocks = next(iter(self._found.items()))
             del self._found[node_id, move]
             self._tasks.append(_Task(blocks.popleft(), node_id, move=move, spare=not move))
             if blocks:
                 self._found[node_id, move] = blocks
-        return bool(self._tasks)
 
     @property
     def _waiting(self) -> int:

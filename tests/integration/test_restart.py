@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from hostagent_harness import MiniController, PlainSwitch, mac_of, until
-from kvcast.bench.usage import agents_of, children_of, standby_of
+from kvcast.bench.usage import agents_of, children_of
 from kvcast.hostagent import membarrier
 from kvcast.hostagent.client import AgentGoneError, AsyncClient, Client, UnavailableError
 from kvcast.hostagent.client.conversation import Ack
@@ -41,6 +41,12 @@ def key(number: int) -> bytes:
 
 def content(number: int) -> bytes:
     return random.Random(number).randbytes(BLOCK_BYTES)
+
+
+def standby_of(supervisor: int) -> int | None:
+    """The agent that comes after the one that serves; None while there is none."""
+    others = set(children_of(supervisor)) - set(agents_of(supervisor))
+    return next(iter(others), None)
 
 
 class Node:

@@ -12,10 +12,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+from kvcast.hostagent.core import handover
 from kvcast.hostagent.core.courier import Courier
+from kvcast.hostagent.core.handover import Handover
 from kvcast.simulation import command
 from kvcast.simulation.cluster import Product
 from kvcast.simulation.faults import FAULTS
@@ -69,6 +72,27 @@ def test_no_invariant_is_violated(product: Product, seed: int) -> None:
 def test_no_invariant_is_violated_with_a_feature(product: Product, seed: int) -> None:
     outcome = run_seed(seed, product, Mask(features=frozenset(FAILED_WITH[seed])))
     assert outcome.violation is None, outcome.violation
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1795000, 1795005, 1795007])
+def test_blocks_are_handed_over_a_part_at_a_time(
+    product: Product, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real agents have millions of blocks, simulated ones a handful; so parts are small here."""
+    in_the_middle = 0
+    new_map = Handover.new_map
+
+    def count(self: Handover, *map_: Any, **known: bool) -> None:
+        nonlocal in_the_middle
+        in_the_middle += bool(self._scans)
+        new_map(self, *map_, **known)
+
+    monkeypatch.setattr(handover, "PART_BLOCKS", 2)
+    monkeypatch.setattr(Handover, "new_map", count)
+    outcome = run_seed(seed, product, Mask())
+    assert outcome.violation is None, outcome.violation
+    assert in_the_middle, "no map came while blocks were looked at"
 
 
 def test_every_run_looks_at_the_couriers_tables(product: Product) -> None:

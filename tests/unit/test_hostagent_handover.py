@@ -693,13 +693,29 @@ def test_what_lies_in_two_tiers_is_offered_once(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_however_many_are_here_all_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover_module, "MAX_WAITING", 3)
+    monkeypatch.setattr(handover_module, "MAX_WAITING", 10)
     monkeypatch.setattr(handover_module, "PART_BLOCKS", 4)
     bench = Bench(blocks=30)
     bench.use(pool([1, 2]))
     bench.use(pool([1, 2, 3], settled=2, epoch=2))
-    assert len(turns(bench)[0]) == 30
+    bench.hold(block(99))
+    bench.core.came(block(99), bulk.OLDEST_MAP)
+    assert len(turns(bench)[0]) == 31
     assert bench.core.counters.failed == 0
+
+
+def test_it_is_told_when_nothing_was_found_for_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the controller would wait for ever: no call ends that could tell."""
+    monkeypatch.setattr(handover_module, "PART_BLOCKS", 4)
+    bench = Bench(blocks=10)  # in bucket 0
+    bench.use(pool([1, 2]))
+    bench.use(pool([1, 2, 3], settled=2, epoch=2, even=[1, 2]))
+    left = [bench.core.report(bench.now)]
+    bench.core.progressed = lambda now: left.append(bench.core.report(now))
+    while (timer := bench.core.get_timer()) is not None:
+        bench.now = max(bench.now, timer)
+        bench.core.advance(bench.now)
+    assert (left[0], left[-1]) == (HandedOver(2, 6, 6, 0), HandedOver(2, 0, 0, 0))
 
 
 def test_tasks_that_nobody_takes_any_more_do_not_hold_others_up(
