@@ -22,7 +22,13 @@ from kvcast.hostagent.tiers.arena import ArenaError
 from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.hostagent.tiers.kept import KeptOptions, open_kept
 from kvcast.hostagent.tiers.ssd import layout
-from kvcast.hostagent.tiers.ssd.files import TOGETHER_BYTES, Disk, SsdFile, open_files
+from kvcast.hostagent.tiers.ssd.files import (
+    TOGETHER_BYTES,
+    TOLD_TOGETHER,
+    Disk,
+    SsdFile,
+    open_files,
+)
 from kvcast.hostagent.tiers.ssd.fsck import check_ssd
 from kvcast.hostagent.tiers.ssd.layout import (
     ENTRIES_PER_PAGE,
@@ -361,13 +367,30 @@ def test_reads_take_turns_with_writes_and_what_is_hurried_goes_first(tmp_path: P
     file, _ = made(tmp_path / "ssd")
     begun, may_go_on = threading.Event(), threading.Event()
     done: list[str] = []
+    ends: list[str] = []
 
-    def ended(order: Order, error: str, _digest: int) -> None:
-        assert error == DONE
-        done.append("f" if order.kind is Kind.FLUSH else order.kind.value[0])
+    def note(kind: str) -> None:
+        done.append(kind)
         begun.set()
         may_go_on.wait(10)
 
+    def ended(order: Order, error: str, _digest: int) -> None:
+        assert error == DONE
+        ends.append("f" if order.kind is Kind.FLUSH else order.kind.value[0])
+
+    class Watched(SsdFile):
+        def preadv(self, views: Sequence[memoryview], offset: int) -> int:
+            note("r")
+            return super().preadv(views, offset)
+
+        def pwritev(self, views: Sequence[memoryview], offset: int) -> int:
+            note("w")
+            return super().pwritev(views, offset)
+
+        def flush(self) -> None:
+            note("f")
+
+    file.__class__ = Watched
     disk = Disk([file], ended, threads=1)
     room = memoryview(bytearray(UNIT))
     at = CUT.blocks_offset
@@ -384,6 +407,41 @@ def test_reads_take_turns_with_writes_and_what_is_hurried_goes_first(tmp_path: P
     may_go_on.set()
     assert disk.close(10)
     assert "".join(done) in ("wfwrwrwrww", "wwfwrwrwrw")  # whose turn it was
+    assert sorted(ends) == sorted(done)
+    file.close()
+
+
+def test_it_is_told_of_some_writes_together_and_of_all_of_them(tmp_path: Path) -> None:
+    """Nobody waits for one of many writes; but none may be left untold, however few there are."""
+    file, _ = made(tmp_path / "ssd")
+    told: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
+    moved: list[float] = []
+
+    class Watched(SsdFile):
+        def pwritev(self, views: Sequence[memoryview], offset: int) -> int:
+            moved.append(offset)
+            return super().pwritev(views, offset)
+
+    file.__class__ = Watched
+    room = memoryview(bytearray(UNIT))
+
+    def write(number: int) -> Order:
+        return Order(Kind.WRITE, 0, lambda *_: None, CUT.blocks_offset + 2 * number * UNIT, room)
+
+    def ended(order: Order, error: str, _digest: int) -> None:
+        assert error == DONE
+        told.put((order.offset, len(moved)))
+
+    for threads, count in ((1, 1), (1, 30), (4, 30), (4, 3)):
+        moved.clear()
+        disk = Disk([file], ended, threads=threads)
+        disk.do([write(number) for number in range(count)])
+        tales = [told.get(timeout=10) for _ in range(count)]  # while the disk is not closed
+        assert {offset for offset, _ in tales} == {write(n).offset for n in range(count)}
+        if threads == 1 and count > TOLD_TOGETHER:
+            assert [done for _, done in tales[:TOLD_TOGETHER]] == [TOLD_TOGETHER] * TOLD_TOGETHER
+        assert disk.close(10)
+        assert told.empty()
     file.close()
 
 

@@ -50,6 +50,8 @@ THREADS: Final = 16
 """Orders that the disk is given at once."""
 TOGETHER_BYTES: Final = 1 << 20
 """Of orders that share a call, at most."""
+TOLD_TOGETHER: Final = 8
+"""Writes that are done, while others wait, before it is told of them."""
 _SECTORS: Final = (512, 1024, PAGE_BYTES)
 _OPEN: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -208,7 +210,8 @@ class Disk:
 
     Writes come in batches of hundreds, and nobody waits for one of them. So reads do not queue
     behind them: while there are both, each thread does one of these and one of those. What is
-    hurried goes before all reads."""
+    hurried goes before all reads. And it is told of some writes together, since to wake who
+    listens takes a processor longer than to have a block written."""
 
     def __init__(
         self,
@@ -221,6 +224,8 @@ class Disk:
         self._writes: deque[list[Order]] = deque()
         self._others: deque[list[Order]] = deque()
         """Orders that share a call each."""
+        self._written: deque[Order] = deque()
+        """Of which it is told when no write waits any more, or there are some."""
         self._queue: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """An item for each of either; False: a thread is to end."""
         # Daemons: a disk that never answers shall not keep the process from its end.
@@ -262,7 +267,7 @@ class Disk:
             if len(together) > 1 and _moved_together(together, file):
                 for order in together:
                     digest = digest_of(order.view) if order.kind is Kind.READ else 0
-                    self._ended(order, DONE, digest)
+                    self._tell(order, DONE, digest)
                 continue
             for order in together:
                 self._one(own, order, file)
@@ -276,7 +281,24 @@ class Disk:
         except Exception as failure:  # a thread that ended would be missed for ever
             log.exception("an order to the disk failed")
             error = str(failure) or type(failure).__name__
-        self._ended(order, error, digest)
+        self._tell(order, error, digest)
+
+    def _tell(self, order: Order, error: str, digest: int) -> None:
+        """An order has ended. Of the last write that is taken it is told at once, and with it of
+        all that were done before."""
+        if error or order.hurried or order.kind is not Kind.WRITE:
+            self._ended(order, error, digest)
+            return
+        written = self._written
+        written.append(order)
+        if self._writes and len(written) < TOLD_TOGETHER:
+            return
+        for _ in range(len(written)):
+            try:
+                order = written.popleft()
+            except IndexError:  # another thread tells of it
+                return
+            self._ended(order, DONE, 0)
 
 
 def _runs(orders: Sequence[Order], most: int) -> Iterator[list[Order]]:
