@@ -4,20 +4,23 @@ Owns: these rules, judged from outside by what lies in a store and on its shelf 
 the other. Must not know: how a store keeps to them, or which policy chooses what.
 
 - **Quota.** The extents of a namespace's copies in DRAM, and on the disk, are never more than its
-  quota there, not by one block. Where one becomes smaller, what can go has gone at once, and to
-  what cannot nothing is added.
-- **Deletion.** Of a namespace that the agent knows to be deleted nothing can be had.
+  quota there, not by one block. Where one becomes smaller, what can go has gone at once, or goes
+  part by part, and to what cannot nothing is added.
+- **Deletion.** Of a namespace that the agent knows to be deleted nothing is there, but what is
+  still to go.
 - **Share.** What is assured to a namespace there does not go for the sake of another.
 - **Age.** A copy of a namespace whose blocks live for a time after they were stored is gone when it
   has been there for so long, by the host's own clock, whatever the wall clock says.
 - **Bounds.** What waits in an agent is never more than its options say.
-- **Prefix.** Where the policy is `value`, a block that was there together with the block before it
-  in its prefix does not stay without it.
+- **Prefix.** Where the policy is `value`, a block that was in DRAM together with the block before
+  it in its prefix does not stay there without it, nor on the host, in whichever tiers the two lie,
+  once that has left all of them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 from kvcast.hostagent.core.agent import MAX_PARKED
@@ -72,6 +75,8 @@ class Held:
         self._excess: dict[tuple[int, str], int] = {}
         """Quotas that have become smaller than what lay there then: how much that was."""
         self._watched: set[Store] = set()
+        self._together: set[tuple[BlockId, Copy]] = set()
+        """Copies of blocks that are behind others which this host has, each with that one."""
 
     def look(self) -> None:
         """Look at everything; ViolationError."""
@@ -85,8 +90,11 @@ class Held:
         self._look_at_store("dram", core.store, changed)
         for below in core.tiers:
             self._look_at_store(below.tier, below.shelf, changed)
-        for block in (b for shelf in self._shelves.values() for b in shelf.copies):
-            if block.namespace in core.pool.deleted:
+        stores = [core.store, *(below.shelf for below in core.tiers)]
+        self._look_at_prefixes(stores, changed)
+        for store in stores:
+            gone = {b for b in store.blocks() if b.namespace in core.pool.deleted}
+            for block in gone.difference(*store._leaving.values()):
                 raise ViolationError(
                     0,
                     f"host {self._process.host.number} holds a block of namespace "
@@ -176,7 +184,7 @@ class Held:
 
     def _look_at_excess(self, tier: str, store: Store, namespace: int) -> None:
         quota, used = store.quota_of(namespace), store.namespace_bytes(namespace)
-        if not quota or used <= quota:
+        if not quota or used <= quota or namespace in store._shrinking:
             return
         for copy in store._by_offset.values():
             mine = copy.block.namespace == namespace and copy.state == COMMITTED
@@ -207,3 +215,28 @@ class Held:
                 f"host {self._process.host.number} holds a block of namespace {block.namespace} "
                 "without the one before it, which it had together with that block",
             )
+
+    def _look_at_prefixes(self, stores: Sequence[Store], changed: set[int]) -> None:
+        """In all tiers together."""
+        core = self._process.core
+        copies = [copy for store in stores for b in store.blocks() if (copy := store.known(b))]
+        held = {copy.block for copy in copies}
+        going = {block for _, block in core.store.lineage.orphans}
+        together = set()
+        for copy in copies:
+            block, above = copy.block, BlockId(copy.block.namespace, copy.parent)
+            said = self._settings.get(block.namespace)
+            if not copy.parent or said is None or said.policy != "value":
+                continue
+            if above in held:
+                together.add((above, copy))
+                continue
+            beyond = core.store.beyond is not None and core.store.beyond.holds(above)
+            was = (above, copy) in self._together and block.namespace not in changed
+            if was and not beyond and block not in going:
+                raise ViolationError(
+                    0,
+                    f"host {self._process.host.number} holds {block} in some tier, and the one "
+                    f"before it in none any more",
+                )
+        self._together = together

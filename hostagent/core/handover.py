@@ -360,8 +360,16 @@ class Handover:
 
     def _offer(self, now: float, task: _Task) -> None:
         pool = self._outbox.pool
+        node = pool.nodes_by_id.get(task.node_id) if pool is not None else None
+        meaning = pool.meaning_of(task.block.namespace) if pool is not None else None
+        is_due = (
+            pool is not None
+            and node is not None
+            and meaning is not None
+            and node.index in pool.homes_of(task.block)
+        )
         copy = self._store.peek(task.block)
-        if copy is None and not task.recalled:
+        if copy is None and is_due and not task.recalled:
             if self._brings(now, task):
                 return
             copy = self._store.peek(task.block)
@@ -369,18 +377,14 @@ class Handover:
         if pinned is not None and pinned is not copy:  # it was dropped meanwhile
             self._store.unpin(pinned)
             pinned = None
-        node = pool.nodes_by_id.get(task.node_id) if pool is not None else None
-        meaning = pool.meaning_of(task.block.namespace) if pool is not None else None
-        if (
-            pool is None
-            or node is None
-            or meaning is None
-            or node.index not in pool.homes_of(task.block)
-        ):
+        if not is_due:
             if pinned is not None:
                 self._store.unpin(pinned)
             self._over(task)  # nobody is there to take it
             return
+        assert pool is not None
+        assert node is not None
+        assert meaning is not None
         if copy is None:
             size_bytes = self._store.below.size_of(task.block)
             if not size_bytes:

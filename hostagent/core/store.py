@@ -45,7 +45,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from math import inf
 from typing import Final, Protocol
@@ -259,6 +259,56 @@ class Beyond(Protocol):
         ...
 
 
+class Lineage(Protocol):
+    """What a node's tiers know of each other's prefixes."""
+
+    @property
+    def orphans(self) -> Collection[tuple[BlockId, BlockId]]:
+        """What left, and who was behind it, until `settle`."""
+        ...
+
+    def keeps(self, block: BlockId, store: Store) -> bool:
+        """Whether others are to leave this tier first, since another has blocks behind this one."""
+        ...
+
+    def left(self, block: BlockId) -> None:
+        """A block is not in some tier any more. No tier is changed now."""
+        ...
+
+    def settle(self, store: Store) -> None:
+        """Let go what is behind blocks that have left all tiers, if this is the first of them."""
+        ...
+
+    def pin(self, block: BlockId, store: Store) -> Copy | None:
+        """Pin a block in a tier below this one; None where it lies in none."""
+        ...
+
+    def unpin(self, copy: Copy) -> None:
+        """Undo `pin`."""
+        ...
+
+
+class _OneTier:
+    """There are no others."""
+
+    orphans: Final = ()
+
+    def keeps(self, block: BlockId, store: Store) -> bool:
+        return False
+
+    def left(self, block: BlockId) -> None:
+        pass
+
+    def settle(self, store: Store) -> None:
+        pass
+
+    def pin(self, block: BlockId, store: Store) -> Copy | None:
+        return None
+
+    def unpin(self, copy: Copy) -> None:
+        pass
+
+
 class _NothingBelow:
     """What leaves the store is gone."""
 
@@ -402,6 +452,7 @@ class Store:
         """Set while there is something left to recover."""
         self.below: Below = _NothingBelow()
         self.beyond: Beyond | None = None
+        self.lineage: Lineage = _OneTier()
         self.when_freed: Callable[[], None] | None = None
         """Called when a copy has no pins any more, once: whoever waits for another says so anew."""
         self.counters = StoreCounters()
@@ -512,15 +563,15 @@ class Store:
 
     def advance(self, now: float) -> None:
         """It is `now`; what has outlived its time is gone."""
-        if now <= self._now:
-            return
-        self._now = now
-        self.below.advance(now)
-        self._expire()
-        if self._next_part_at <= now and self._leaving:
-            self._drop_some(next(iter(self._leaving)))
-        elif self._next_part_at <= now and self._shrinking:
-            self._shrink(next(iter(self._shrinking)))
+        if now > self._now:
+            self._now = now
+            self.below.advance(now)
+            self._expire()
+            if self._next_part_at <= now and self._leaving:
+                self._drop_some(next(iter(self._leaving)))
+            elif self._next_part_at <= now and self._shrinking:
+                self._shrink(next(iter(self._shrinking)))
+        self.lineage.settle(self)
 
     def _shrink(self, namespace: int) -> None:
         """A part of what exceeds a namespace's quota goes."""
@@ -725,9 +776,7 @@ class Store:
         self._room_for = block.namespace
         if not parent and not depth:
             parent, depth = self._places.get(block) or self.below.place_of(block)
-        above = self._index.get(BlockId(block.namespace, parent)) if parent else None
-        if above is not None:
-            self.pin(above)
+        above = self._pin_parent(BlockId(block.namespace, parent), state) if parent else None
         try:
             if block not in self._index:
                 state.policy.expected(block, reserved_bytes)
@@ -735,7 +784,7 @@ class Store:
             offset = self._allocate(size_bytes)
         except StoreError:
             if above is not None:
-                self.unpin(above)
+                self._unpin_parent(above)
             self._forget_if_empty(block.namespace, state)
             raise
         copy = Copy(block, size_bytes, offset, reserved_bytes, self._generation)
@@ -886,11 +935,12 @@ class Store:
         gone = [block for block in self._index if block.namespace == namespace]
         count = len(gone)
         self._leaving[namespace] = gone
-        self._drop_some(namespace, PART_BLOCKS if not at_once else count)
+        self._drop_some(namespace, count if at_once else None)
         return count
 
-    def _drop_some(self, namespace: int, most: int = PART_BLOCKS) -> None:
-        """Forget so many of the blocks of a namespace that leaves."""
+    def _drop_some(self, namespace: int, most: int | None = None) -> None:
+        """Forget so many of the blocks of a namespace that leaves; None: a part."""
+        most = PART_BLOCKS if most is None else most
         self._next_part_at = self._now + PAUSE_S
         blocks = self._leaving[namespace]
         part = [copy for b in blocks[-most:] if (copy := self._index.get(b)) is not None]
@@ -993,6 +1043,18 @@ class Store:
         assert copy.state == COMMITTED, copy
         self._remove(copy)
 
+    def behind(self, block: BlockId) -> Collection[BlockId]:
+        """Committed blocks right behind this one in their prefixes, as far as a policy asks for
+        that; this one may be here or not."""
+        state = self._prefixed.get(block.namespace)
+        return () if state is None else state.policy.behind(block)
+
+    def orphan(self, copy: Copy) -> None:
+        """A committed copy goes, since the block before it has gone."""
+        self.counters.orphaned += 1
+        self._remove(copy)
+        self._gone[copy.block] = 0
+
     # --- inside ---------------------------------------------------------------------------
 
     def _state_of(self, namespace: int) -> _Namespace:
@@ -1046,10 +1108,24 @@ class Store:
         if use.stuck == 0:
             del self._slabs[index]
 
+    def _pin_parent(self, block: BlockId, state: _Namespace) -> Copy | None:
+        above = self._index.get(block)
+        if above is not None:
+            self.pin(above)
+        elif state.policy.PREFIXES:
+            return self.lineage.pin(block, self)
+        return above
+
+    def _unpin_parent(self, above: Copy) -> None:
+        if self._by_offset.get(above.offset) is above:
+            self.unpin(above)
+        else:
+            self.lineage.unpin(above)
+
     def _let_parent_go(self, copy: Copy) -> None:
         above, copy.waits_on = copy.waits_on, None
         assert above is not None
-        self.unpin(above)
+        self._unpin_parent(above)
 
     def _remove(self, copy: Copy, *, evicted: bool = False) -> None:
         """Out of the index, with what is of no use without it; the bytes go now, or with the last
@@ -1059,7 +1135,10 @@ class Store:
             for block in reversed(state.policy.descendants(copy.block)):
                 self.counters.orphaned += 1
                 self._remove_one(self._index[block], state, evicted=evicted)
+                self.lineage.left(block)
         self._remove_one(copy, state, evicted=evicted)
+        if state.policy.PREFIXES:
+            self.lineage.left(copy.block)
 
     def _remove_one(self, copy: Copy, state: _Namespace, *, evicted: bool) -> None:
         self.elsewhere.withdraw((copy,))
@@ -1131,6 +1210,8 @@ class Store:
             if copy is None:
                 return Verdict.PINNED
             suits = self._frees(copy, wanted_bytes) and (may is None or may(copy))
+            if suits and state.policy.PREFIXES:
+                suits = not self.lineage.keeps(block, self)
             return Verdict.GO if suits else Verdict.UNSUITABLE
 
         block = state.policy.choose(Search(look, most))

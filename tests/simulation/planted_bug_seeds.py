@@ -86,6 +86,7 @@ SEEDS: dict[str, Known] = {
     "what is assured to a namespace is everybody's": Known(94, 5, 94),
     "an arena of another cluster is believed": Known(23, 3, 32),
     "a prefix stays when its beginning goes": Known(29, 6, 29),
+    "a prefix stays in other tiers when its beginning goes": Known(13, 2, 13),
     "a block that came before its ancestor stays when that goes": Known(13, 2, 13),
     "weights of namespaces count for nothing between nodes": Known(40, 5, 40),
     "a controller that knows nothing begins with the generations of the one before": Known(

@@ -30,6 +30,7 @@ from kvcast.hostagent.core import ssd as ssd_module
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.fetches import GetBatch
 from kvcast.hostagent.core.handover import Handover
+from kvcast.hostagent.core.lineage import Lineage
 from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.rdma_answers import Writing
 from kvcast.hostagent.core.reads import Reads
@@ -955,6 +956,11 @@ def _shares_are_everybodys() -> Any:
 @bug("a prefix stays when its beginning goes", 0, only=_has_prefixes)
 def _rest_of_prefix_stays() -> Any:
     return mock.patch.object(Value, "descendants", return_value=[])
+
+
+@bug("a prefix stays in other tiers when its beginning goes", 0, only=_has_prefixes)
+def _rest_of_prefix_stays_elsewhere() -> Any:
+    return mock.patch.object(Lineage, "left", return_value=None)
 
 
 @bug("a block that came before its ancestor stays when that goes", 0, only=_has_prefixes)

@@ -16,9 +16,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from kvcast.hostagent.core import handover
+from kvcast.hostagent.core import handover, store
 from kvcast.hostagent.core.courier import Courier
 from kvcast.hostagent.core.handover import Handover
+from kvcast.hostagent.core.store import Store
 from kvcast.simulation import command
 from kvcast.simulation.cluster import Product
 from kvcast.simulation.faults import FAULTS
@@ -93,6 +94,29 @@ def test_blocks_are_handed_over_a_part_at_a_time(
     outcome = run_seed(seed, product, Mask())
     assert outcome.violation is None, outcome.violation
     assert in_the_middle, "no map came while blocks were looked at"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1796017, 1796023, 1796086])
+def test_namespaces_leave_and_shrink_a_part_at_a_time(
+    product: Product, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the test above."""
+    leaving = shrinking = 0
+    advance = Store.advance
+
+    def count(self: Store, now: float) -> None:
+        nonlocal leaving, shrinking
+        leaving += bool(self._leaving)
+        shrinking += bool(self._shrinking)
+        advance(self, now)
+
+    monkeypatch.setattr(store, "PART_BLOCKS", 1)
+    monkeypatch.setattr(Store, "advance", count)
+    outcome = run_seed(seed, product, Mask(features=frozenset(("operator",))))
+    assert outcome.violation is None, outcome.violation
+    assert leaving
+    assert shrinking or seed == 1796017  # in which a node was to hand over what leaves
 
 
 def test_every_run_looks_at_the_couriers_tables(product: Product) -> None:

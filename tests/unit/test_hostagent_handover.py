@@ -374,6 +374,23 @@ def test_what_lies_in_a_lower_tier_is_brought_and_offered() -> None:
     assert bench.core.left == 1, "the first is still out"
 
 
+def test_nothing_is_brought_of_a_namespace_that_was_deleted_or_for_who_does_not_want_it() -> None:
+    """It may lie in a lower tier for a while, and would come to DRAM when it has gone there."""
+    bench = Bench(blocks=0)
+    deleted = BlockId(2, block(7).key)
+    brought: list[BlockId] = []
+
+    def recall(_now: float, which: BlockId, _then: Callable[[], None]) -> bool:
+        brought.append(which)
+        return True
+
+    bench.core.lower = lambda: [deleted, block(8)]
+    bench.core.recall = recall
+    bench.use(pool([1, 2], settled=1))
+    assert brought == [block(8)]
+    assert bench.core.left == 1, "what was deleted is nobody's"
+
+
 def test_what_was_brought_stays_until_it_is_sent() -> None:
     bench = Bench(blocks=0)
     waiting: list[Callable[[], None]] = []

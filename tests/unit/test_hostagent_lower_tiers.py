@@ -17,7 +17,7 @@ from kvcast.hostagent.core.namespace_metrics import explained
 from kvcast.hostagent.core.ssd import DAMAGED, HEAT_S, SsdRules, SsdTier
 from kvcast.hostagent.core.store import Copy, NoRoomError, StoreRules
 from kvcast.hostagent.flags import options_of, parse
-from kvcast.hostagent.tiers.ssd.layout import cut_of, open_formatted, scan
+from kvcast.hostagent.tiers.ssd.layout import Cut, cut_of, open_formatted, scan
 from kvcast.hostagent.tiers.ssd.orders import Kind, Order
 from kvcast.protocol.messages.wire import digest_of
 from kvcast.simulation.disk import SimDisk
@@ -30,12 +30,12 @@ NEAR, FAR = cut_of("node", 2 * SLAB, UNIT, SLAB), cut_of("node", 9 * SLAB, UNIT,
 class Bench(Dram):
     """DRAM of 16 blocks, a further arena of 32, and a disk of 256."""
 
-    def __init__(self, disks: list[SimDisk] | None = None) -> None:
+    def __init__(self, disks: list[SimDisk] | None = None, far: Cut = FAR) -> None:
         super().__init__()
         self.disks = disks or [SimDisk(random.Random(n)) for n in (1, 2)]
         self.tiers: list[SsdTier] = []
         store, memory = self.store, self.memory
-        for number, (disk, cut) in enumerate(zip(self.disks, (NEAR, FAR), strict=True)):
+        for number, (disk, cut) in enumerate(zip(self.disks, (NEAR, far), strict=True)):
             formatted = open_formatted(disk, cut, 7 + number)
             tier = SsdTier(RULES, store, memory, [formatted], 1e9, "arena", f"arena{number + 1}")
             tier.meaning_of = lambda namespace: 70 + namespace
@@ -317,3 +317,81 @@ def test_a_filter_tells_all_once_every_tier_knows_what_it_has() -> None:
     with mock.patch.object(SsdTier, "is_ready", False):
         assert not bench.below.is_counted
         assert not bench.store.is_all_in_index
+
+
+class Prefixes(Bench):
+    """As `Bench`, with a disk of 64 blocks, in a namespace whose blocks are of prefixes: block n is
+    behind n - 1, unless n is a multiple of LENGTH. Looks at all tiers after each event."""
+
+    LENGTH = 12
+
+    def __init__(self, ttl_s: float = 0.0) -> None:
+        super().__init__(far=cut_of("node", 2 * SLAB, UNIT, SLAB))
+        rules = {1: StoreRules(policy="value", ttl_s=ttl_s)}
+        self.store.configure(rules)
+        for tier in self.tiers:
+            tier.configure(rules, set())
+        self.before: set[int] = set()
+        self.left = 0
+
+    def put(self, number: int, data: bytes = b"", namespace: int = 1) -> Copy:
+        data = data or bytes([number]) * SIZE
+        depth = number % self.LENGTH
+        parent = block(number - 1).key if depth else b""
+        copy = self.store.reserve(block(number), len(data), parent=parent, depth=depth)
+        self.memory[copy.offset : copy.offset + len(data)] = data
+        return self.store.commit(copy, digest_of(data), home=True)
+
+    def held(self) -> set[int]:
+        return {number for number in range(256) if self.where(number)}
+
+    def look(self) -> None:
+        """No block has left this node but with all that were behind it."""
+        self.now += 0.01
+        self.store.advance(self.now)
+        self.work()
+        self.store.advance(self.now)
+        held = self.held()
+        for number in self.before - held:
+            behind = number + 1
+            self.left += 1
+            assert not behind % self.LENGTH or behind not in held, (number, self.where(behind))
+        self.before = held
+
+    def lose(self, number: int) -> None:
+        """Its bytes change on the disk."""
+        for tier, disk in zip(self.tiers, self.disks, strict=True):
+            copy = tier.shelf.known(block(number))
+            if copy is not None:
+                disk._seen[tier._files[0].formatted.cut.blocks_offset + copy.offset] ^= 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_block_leaves_a_node_only_with_all_that_are_behind_it(seed: int) -> None:
+    """Whatever makes it leave, and in whatever tiers they lie."""
+    rng = random.Random(seed)
+    bench = Prefixes(ttl_s=9.0 if seed % 2 else 0.0)
+    for _ in range(900):
+        prefix = rng.randrange(16) * bench.LENGTH
+        number = prefix + rng.randrange(bench.LENGTH)
+        with contextlib.suppress(NoRoomError):
+            match rng.choices(("prefix", "block", "read", "drop", "lose"), (4, 4, 12, 1, 1))[0]:
+                case "prefix":
+                    for each in range(prefix, number + 1):
+                        if bench.where(each) == "":
+                            bench.put(each)
+                            bench.look()
+                case "block":
+                    bench.put(number)
+                case "read":
+                    bench.read(number)
+                case "drop":
+                    bench.store.drop(block(number))
+                case "lose":
+                    bench.lose(number)
+                    if bench.where(number)[:1] in ("n", "f"):
+                        assert bench.read(number) == DAMAGED
+        bench.look()
+    stores = [bench.store, *(tier.shelf for tier in bench.tiers)]
+    assert bench.left > 300
+    assert sum(store.counters.orphaned for store in stores) > 50

@@ -250,6 +250,10 @@ class Policy(Generic[K]):
         """Held blocks that are of no use without this one, those nearest to it first."""
         return []
 
+    def behind(self, block: K) -> Collection[K]:
+        """Held blocks right behind this one, which is held or not."""
+        return ()
+
 
 class QueuePolicy(Policy[K]):
     """Whatever keeps its blocks in one queue: what is inserted goes last."""

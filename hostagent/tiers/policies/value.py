@@ -158,5 +158,9 @@ class Value(Policy[K]):
             found += self._blocks[one].children
         return found[1:]
 
+    def behind(self, block: K) -> Collection[K]:
+        state = self._blocks.get(block)
+        return self._waiting.get(block, ()) if state is None else state.children
+
     def blocks(self) -> Collection[K]:
         return self._blocks.keys()
