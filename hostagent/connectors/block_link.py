@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, TypeVar
 
 from kvcast.hostagent.client import AsyncClient, Block, KvcastError, PutError
+from kvcast.hostagent.client.conversation import Prefix
 from kvcast.hostagent.connectors.agent_link import (
     ARENA_SHARE,
     NOT_NEAR,
@@ -157,9 +158,10 @@ class BlockLink(AgentLink):
 
     # --- questions ------------------------------------------------------------------------------
 
-    def find(self, names: Sequence[Named], done: Done) -> Transfer:
+    def find(self, names: Sequence[Named], done: Done, prefix: Prefix = ()) -> Transfer:
         """Which of these blocks the pool holds: a transfer of nothing, in whose outcomes `CAME`
-        stands for one that is held, and worth loading."""
+        stands for one that is held, and worth loading. `prefix`: as in a client's calls, of blocks
+        that are all of one namespace; so in `load` and `save`."""
 
         def counted(transfer: Transfer) -> None:
             told = (CAME, NOT_HELD, FAILED, SLOWER)
@@ -194,7 +196,7 @@ class BlockLink(AgentLink):
                     transfer.settle(at, worthwhile if is_held else NOT_HELD)
                 held = [key for key, one in zip(keys[:worth], found, strict=False) if one]
                 if self._options.prefetch and held:  # the answer does not wait for it
-                    self._do(functools.partial(self._prefetch, namespace, held))
+                    self._do(functools.partial(self._prefetch, namespace, held, prefix))
 
         self._run_task(self._questions, transfer, ask)
         return transfer
@@ -237,15 +239,19 @@ class BlockLink(AgentLink):
         self.tell(weighed, paces)
         return taken if taken < held else len(found)
 
-    async def _prefetch(self, namespace: NamespaceName, keys: list[bytes]) -> None:
+    async def _prefetch(self, namespace: NamespaceName, keys: list[bytes], prefix: Prefix) -> None:
         with contextlib.suppress(KvcastError, UnreachableError):
             client = await self._connected()
             number = await self._number(client, namespace)
-            await client.prefetch(number, keys[:PREFETCH_KEYS], self._options.load_s)
+            said = prefix if client.of_prefixes(number) else ()
+            keys = keys[:PREFETCH_KEYS]
+            await client.prefetch(number, keys, self._options.load_s, prefix=said)
 
     # --- loads ----------------------------------------------------------------------------------
 
-    def load(self, names: Sequence[Named], rooms: Sequence[Room], done: Done) -> Transfer:
+    def load(
+        self, names: Sequence[Named], rooms: Sequence[Room], done: Done, prefix: Prefix = ()
+    ) -> Transfer:
         """Bring blocks into the engine's memory, which is not written to once it was reported."""
         began = time.monotonic()
 
@@ -275,7 +281,7 @@ class BlockLink(AgentLink):
         async def bring() -> None:
             async for client, number, indices in self._by_namespace(names):
                 for some in self._windows(client, indices, rooms):
-                    await self._bring(client, number, names, rooms, some, transfer)
+                    await self._bring(client, number, names, rooms, some, transfer, prefix)
 
         self._run_task(self._loads, transfer, bring)
         return transfer
@@ -300,11 +306,14 @@ class BlockLink(AgentLink):
         rooms: Sequence[Room],
         some: list[int],
         transfer: Transfer,
+        prefix: Prefix,
     ) -> None:
         keys = [names[at].key for at in some]
         left_s = max(transfer.deadline - time.monotonic(), 0.001)
         bad: list[bytes] = []
-        async with contextlib.aclosing(client.get_each(number, keys, left_s)) as arrivals:
+        said = prefix if client.of_prefixes(number) else ()
+        arriving = client.get_each(number, keys, left_s, prefix=said)
+        async with contextlib.aclosing(arriving) as arrivals:
             async for place, outcome in arrivals:
                 at = some[place]
                 if outcome.block is None:
@@ -338,7 +347,9 @@ class BlockLink(AgentLink):
 
     # --- saves ----------------------------------------------------------------------------------
 
-    def save(self, names: Sequence[Named], rooms: Sequence[Room], done: Done) -> Transfer:
+    def save(
+        self, names: Sequence[Named], rooms: Sequence[Room], done: Done, prefix: Prefix = ()
+    ) -> Transfer:
         """Put blocks into the pool, each whole or not at all, from the engine's memory, which is
         not read once it was reported. What the pool holds of them, from the first without a gap, is
         left as it is."""
@@ -369,7 +380,7 @@ class BlockLink(AgentLink):
                             transfer.settle(at, THERE)
                     left = [at for at in indices if not transfer.is_settled(at)]
                     for some in self._windows(client, left, rooms):
-                        await self._put(client, number, names, rooms, some, transfer)
+                        await self._put(client, number, names, rooms, some, transfer, prefix)
 
         self._run_task(self._saves, transfer, put)
         return transfer
@@ -382,13 +393,14 @@ class BlockLink(AgentLink):
         rooms: Sequence[Room],
         some: list[int],
         transfer: Transfer,
+        prefix: Prefix,
     ) -> None:
         """Write blocks straight into the arena, and commit them."""
         first = {names[at].key: at for at in reversed(some)}
+        sizes = {key: _size(rooms[at]) for key, at in first.items()}
         failed: dict[bytes, str] = {}
-        with await client.reserve(number, {key: _size(rooms[at]) for key, at in first.items()}) as (
-            reservation
-        ):
+        said = prefix if client.of_prefixes(number) else ()
+        with await client.reserve(number, sizes, prefix=said) as reservation:
             for key, view in reservation.views.items():
                 room = rooms[first[key]]
                 if not transfer.copy(functools.partial(_gather, room, view)):

@@ -6,6 +6,9 @@ not know: how the pool is talked to (`block_link`).
 SGLang's storage threads wait for each call; so each has a deadline, and no call raises for what the
 pool does. A page is one block of the pool, in whatever pieces it lies in the host's memory.
 
+Where SGLang says which pages come before those of a call ("hicache_storage_pass_prefix_keys" in its
+extra configuration), the pool is told, so that the policy `value` knows prefixes.
+
 Written against SGLang 0.5.23; `docs/engines.md` says what was tried.
 """
 
@@ -97,7 +100,7 @@ class KvcastHiCache(HiCacheStorage):  # type: ignore[misc]
         names = self._names(keys)
         if not names:
             return 0
-        came = self._came(self._link.find(names, _nothing))
+        came = self._came(self._link.find(names, _nothing, _places(names, extra_info)))
         return came.index(False) if False in came else len(came)
 
     # --- pages, in place ------------------------------------------------------------------------
@@ -107,14 +110,14 @@ class KvcastHiCache(HiCacheStorage):  # type: ignore[misc]
     ) -> list[bool]:
         """Bring pages into the host's memory; whether each came."""
         rooms = self._pages(keys, host_indices)
-        return self._load(keys, rooms)
+        return self._load(keys, rooms, extra_info)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: object = None
     ) -> list[bool]:
         """Save pages from the host's memory; whether the pool holds each."""
         rooms = self._pages(keys, host_indices)
-        return self._save(keys, rooms)
+        return self._save(keys, rooms, extra_info)
 
     def _pages(self, keys: list[str], host_indices: torch.Tensor) -> list[Room] | None:
         """Where pages lie: the pool of the host's memory tells their pieces' addresses."""
@@ -165,25 +168,31 @@ class KvcastHiCache(HiCacheStorage):  # type: ignore[misc]
 
     # --- both -----------------------------------------------------------------------------------
 
-    def _load(self, keys: list[str], rooms: Sequence[Room] | None) -> list[bool]:
+    def _load(
+        self, keys: list[str], rooms: Sequence[Room] | None, extra_info: object = None
+    ) -> list[bool]:
         names = self._names(keys)
         if rooms is None or not names:
             self._counters.add("miss_blocks", len(keys), reason=NO_MEMORY)
             return [False] * len(keys)
-        return self._came(self._link.load(names, rooms, _nothing))
+        places = _places(names, extra_info)
+        return self._came(self._link.load(names, rooms, _nothing, places))
 
-    def _save(self, keys: list[str], rooms: Sequence[Room] | None) -> list[bool]:
+    def _save(
+        self, keys: list[str], rooms: Sequence[Room] | None, extra_info: object = None
+    ) -> list[bool]:
         names = self._names(keys)
         if rooms is None or not names:
             self._counters.add("save_failures", len(keys), reason=NO_MEMORY)
             return [False] * len(keys)
-        return self._came(self._link.save(names, rooms, _nothing))
+        places = _places(names, extra_info)
+        return self._came(self._link.save(names, rooms, _nothing, places))
 
     def _names(self, keys: Sequence[str]) -> list[Named]:
         """The pool's names of pages; none before there is a pool of the host's memory."""
         if self._namespace is None:
             return []
-        return [Named(self._namespace, key_of(key.encode())) for key in keys]
+        return [Named(self._namespace, _key(key)) for key in keys]
 
     def _came(self, transfer: Transfer) -> list[bool]:
         """Wait for a task, no longer than its deadline."""
@@ -207,6 +216,21 @@ class KvcastHiCache(HiCacheStorage):  # type: ignore[misc]
         self._link.close()
         counts = ", ".join(f"{name}: {amount:g}" for name, amount in sorted(self.counts().items()))
         _log.info("kvcast ends: %s", counts or "nothing was asked of it")
+
+
+def _key(page: str) -> bytes:
+    return key_of(page.encode())
+
+
+def _places(names: Sequence[Named], extra_info: object) -> dict[bytes, tuple[bytes, int]]:
+    """What is before each of these pages in their prompt, as a client's `prefix`, where SGLang says
+    what is before the first of them."""
+    before: list[str] | None = getattr(extra_info, "prefix_keys", None)
+    if before is None:
+        return {}
+    keys = [name.key for name in names]
+    above = [_key(before[-1]) if before else b"", *keys]
+    return {key: (above[at], len(before) + at) for at, key in enumerate(keys)}
 
 
 def _nothing(_: Transfer) -> None:

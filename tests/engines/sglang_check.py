@@ -17,9 +17,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from kvcast.hostagent.connectors.naming import key_of
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
     HiCacheStorageFailureInjector,
     PoolName,
 )
@@ -163,6 +165,41 @@ def contract(one: str, other: str) -> None:
     assert there.batch_exists(names) == 4, "the pool is others', too"
     counts = there.counts()
     assert counts["load_blocks|tier=local"] + counts.get("load_blocks|tier=bulk", 0) > 0
+    here.close()
+    there.close()
+
+
+def told(one: str, other: str) -> None:
+    """What SGLang says of the pages before those of a call, each call passes on."""
+    pool = HostPool()
+    pool.fill(1)
+    here, there = make(one, pool), make(other, HostPool())
+    names = keys("told", 8)
+    pages = [key_of(name.encode()) for name in names]
+    passed: list[tuple[str, dict[bytes, tuple[bytes, int]]]] = []
+    for backend in (here, there):
+        for call in ("find", "load", "save"):
+            method = getattr(backend._link, call)
+
+            def noted(*given: Any, call: str = call, method: Any = method) -> Any:
+                passed.append((call, given[-1]))
+                return method(*given)
+
+            setattr(backend._link, call, noted)
+    begin = HiCacheStorageExtraInfo(prefix_keys=[])
+    behind = HiCacheStorageExtraInfo(prefix_keys=names[:5])
+    assert here.batch_set_v1(names[:5], indices(range(5)), begin) == [True] * 5
+    assert here.batch_set_v1(names[5:], indices(range(5, 8)), behind) == [True] * 3
+    assert there.batch_exists(names[5:], behind) == 3
+    assert there.batch_get_v1(names[5:], indices(range(3)), behind) == [True] * 3
+    assert there.batch_get_v1(names[:2], indices(range(2)), HiCacheStorageExtraInfo()) == [True] * 2
+    assert there.batch_get_v1(names[:2], indices(range(2))) == [True] * 2
+    places = {page: (pages[at - 1] if at else b"", at) for at, page in enumerate(pages)}
+    first, last = ({page: places[page] for page in some} for some in (pages[:5], pages[5:]))
+    assert passed == [
+        *(("save", first), ("save", last), ("find", last), ("load", last)),
+        *(("load", {}), ("load", {})),
+    ], passed
     here.close()
     there.close()
 
@@ -324,6 +361,7 @@ def wrong() -> None:
 if __name__ == "__main__":
     scenarios: dict[str, Any] = {
         "contract": contract,
+        "told": told,
         "apart": apart,
         "crowd": crowd,
         "hung": hung,

@@ -29,7 +29,7 @@ async def right(scenario: str, *arguments: object) -> None:
     assert done.stdout.decode().endswith("right\n"), done.stderr.decode()[-3000:]
 
 
-@pytest.mark.parametrize("scenario", ["contract", "apart", "crowd"])
+@pytest.mark.parametrize("scenario", ["contract", "told", "apart", "crowd"])
 async def test_what_one_engine_backs_up_another_finds(tmp_path: Path, scenario: str) -> None:
     async with pool_of(tmp_path) as pool:
         await right(scenario, pool.sockets["node-1"], pool.sockets["node-2"])

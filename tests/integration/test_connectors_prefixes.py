@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 from hostagent_harness import Pool, running_pool, until
 from kvcast.hostagent.client import AsyncClient
+from kvcast.hostagent.connectors.block_link import BlockLink, Named
+from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.naming import keys_of
+from kvcast.hostagent.connectors.options import StoreOptions
 from kvcast.protocol.messages.control import NamespaceInfo, NamespaceSettings
 from kvcast.protocol.messages.wire import BlockId
 from test_connectors_link import NAME, PARTS, PROBE, Memory, Node, hashes
@@ -120,3 +123,42 @@ async def test_a_clients_gets_may_say_of_which_prefix_blocks_are(tmp_path: Path)
         for wrong in ([b"short"], {keys[0]: (b"short", 1)}, {keys[0]: (b"", -1)}):
             with pytest.raises(ValueError, match=r"key"):
                 await reader.get(NUMBER, keys[:1], 1.0, prefix=wrong)
+
+
+@pytest.mark.parametrize("policy", ["value", "lru"])
+async def test_engines_that_name_each_block_may_say_what_is_before_them(
+    tmp_path: Path, policy: str
+) -> None:
+    """In saves, loads and questions, of which windows of three blocks know the whole."""
+    keys = [number.to_bytes(16, "big") for number in range(1, 10)]
+    names = [Named(NAME, key) for key in keys]
+    said = {key: (keys[at - 1] if at else b"", at) for at, key in enumerate(keys)}
+    nothing = dict.fromkeys(said, (b"", 0))
+    async with pool_with(tmp_path, 2, policy) as pool:
+        one, two = (
+            BlockLink(
+                StoreOptions(socket=str(tmp_path / f"{number}.sock"), window_bytes=300_000),
+                *(f"link {number}", Counters()),
+            )
+            for number in (1, 2)
+        )
+        room = memoryview(bytearray(100_000))
+
+        def play() -> None:
+            saved = one.save(names, [room] * 9, lambda _: None, said)
+            assert saved.wait(30)
+            loaded = two.load(names[4:], [room] * 5, lambda _: None, said)
+            assert loaded.wait(30)
+            assert all((*saved.came, *loaded.came))
+
+        try:
+            await asyncio.to_thread(play)
+            expected = said if policy == "value" else nothing
+            assert known(pool, 1) == expected
+            assert known(pool, 2) == {key: expected[key] for key in keys[4:]}
+            found = two.find(names[:4], lambda _: None, said)
+            await until(lambda: known(pool, 2) == expected)  # fetched ahead
+            assert all(found.came)
+        finally:
+            one.close()
+            two.close()
