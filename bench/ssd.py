@@ -9,9 +9,10 @@ the same size, O_DIRECT, and as many at once; and crashes on a simulated disk.
 `ssd_write_over_fio`: bytes a second of blocks that go down from DRAM, with the table, over those
 of `fio --rw=write`, both with what makes them safe (fdatasync). `ssd_read_over_fio`: bytes a second
 of blocks that are got from disk into the arena, with their digests made, over `fio --rw=randread`.
-fio runs with `psync` in as many threads, with `libaio` in one, and so with its memory in huge
-pages, as an agent's arena is where the kernel makes such (`libaio_huge`, `arena_huge_bytes`); the
-best one counts. Both use the same file, in turns, a new agent each time: where a file lies may make
+fio runs with `psync` in as many threads, and with `libaio` and `io_uring` in one; the best one
+counts. fio's memory is in pages of 4 KiB, and an agent's arena in huge ones where the kernel makes
+such (`arena_huge_bytes`), which on a virtual disk saves much. So `libaio` runs in huge pages, too,
+in memory that it is given: `ssd_…_over_fio_huge` is over that. Both use the same file, in turns, a new agent each time: where a file lies may make
 it half as fast again as another. Of each kind, and of each of fio's, the median of the rounds
 counts: the fastest of fifteen of fio's and of five of ours depend on luck, and fio has more of it.
 Every block that is read is compared with what was put (`wrong_bytes`).
@@ -57,6 +58,7 @@ NAMESPACE: Final = 1
 ROUNDS: Final = 7
 BATCH: Final = 32
 """Blocks of one get."""
+ENGINES: Final = ("psync", "libaio", "io_uring")
 HUGE: Final = "libaio_huge"
 _TABLE_BYTES: Final = 64 << 20
 """What a file has beside its blocks, at most."""
@@ -265,7 +267,7 @@ async def measure(folder: str, block_bytes: int, size_bytes: int, seed: int = 0)
         finally:
             await node.close()
         for mode, kind in (("write", "write"), ("randread", "read")) if has_fio else ():
-            for engine in ("psync", "libaio", HUGE):
+            for engine in (*ENGINES, HUGE):
                 rate = await asyncio.to_thread(_fio, path, mode, engine, block_bytes, size_bytes)
                 peers[kind].setdefault(engine, []).append(rate)
     report: dict[str, Any] = {"is_direct": direct, "wrong_bytes": wrong, "blocks": count}
@@ -277,12 +279,15 @@ async def measure(folder: str, block_bytes: int, size_bytes: int, seed: int = 0)
         report["fio"] = await asyncio.to_thread(_version_of_fio)
         for kind, rounds in peers.items():
             medians = {engine: statistics.median(rates) for engine, rates in rounds.items()}
-            best = max(medians, key=lambda engine: medians[engine])
-            if not medians[best]:
+            best = max(medians[engine] for engine in ENGINES)
+            if not best:
                 raise RuntimeError(f"fio does not {kind} in {folder}: is the disk full?")
             report[f"fio_{kind}_bytes_per_s"] = medians
-            report[f"fio_{kind}_rounds_bytes_per_s"] = rounds[best]
-            report[f"ssd_{kind}_over_fio"] = report[f"ssd_{kind}_bytes_per_s"] / medians[best]
+            report[f"fio_{kind}_rounds_bytes_per_s"] = rounds
+            mine = report[f"ssd_{kind}_bytes_per_s"]
+            report[f"ssd_{kind}_over_fio"] = mine / best
+            if medians[HUGE]:
+                report[f"ssd_{kind}_over_fio_huge"] = mine / medians[HUGE]
     else:
         report["fio"] = "not installed: apt install fio"
     return report

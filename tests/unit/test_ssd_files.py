@@ -21,10 +21,10 @@ from kvcast.cli import fsck as command
 from kvcast.hostagent.tiers.arena import ArenaError
 from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.hostagent.tiers.kept import KeptOptions, open_kept
-from kvcast.hostagent.tiers.ssd import layout
+from kvcast.hostagent.tiers.ssd import files, layout
 from kvcast.hostagent.tiers.ssd.files import (
+    TOGETHER_BESIDE_READS_BYTES,
     TOGETHER_BYTES,
-    TOLD_TOGETHER,
     Disk,
     SsdFile,
     open_files,
@@ -50,6 +50,7 @@ from kvcast.hostagent.tiers.ssd.orders import DONE, Kind, Order
 from kvcast.protocol.messages.wire import BlockId, digest_of
 from kvcast.simulation.disk import SimDisk
 
+MOST_PIECES = os.sysconf("SC_IOV_MAX")
 UNIT, SLAB = 4096, 32 * 4096
 CUT = cut_of("node a of cluster b", 20 * SLAB, UNIT, SLAB)
 
@@ -277,18 +278,49 @@ def test_orders_that_follow_each_other_in_the_file_share_a_call(
     file, _ = made(tmp_path / "ssd")
     calls = _Calls(file, monkeypatch)
     places = [*range(10), *range(20, 23), 40, 39, *range(50, 351)]
+    monkeypatch.setattr(files, "TOGETHER_BYTES", 290 * PAGE_BYTES)
     done_by(file, in_pages(Kind.WRITE, places, pages))
-    together = TOGETHER_BYTES // PAGE_BYTES
+    assert calls.made == [("w", row) for row in (10, 3, 1, 1, 290, 11)]
+    calls.made.clear()
+    together = TOGETHER_BESIDE_READS_BYTES // PAGE_BYTES
     rows = [10, 3, 1, 1, together, 301 - together]
-    assert calls.made == [("w", row) for row in rows]
     back = memoryview(mmap.mmap(-1, len(pages)))
     orders = in_pages(Kind.READ, places, back)
     for order, (error, digest) in done_by(file, orders).items():
         assert (error, digest) == (DONE, digest_of(order.view))
-    assert calls.made[len(rows) :] == [("r", row) for row in rows]
+    assert calls.made == [("r", row) for row in rows]
     for at in places:
         page = slice(at * PAGE_BYTES, (at + 1) * PAGE_BYTES)
         assert back[page] == pages[page]
+    file.close()
+
+
+def test_while_somebody_reads_writes_take_no_longer_than_they_must(
+    tmp_path: Path, pages: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, _ = made(tmp_path / "ssd")
+    begun, may_go_on = threading.Event(), threading.Event()
+    done: queue.SimpleQueue[Kind] = queue.SimpleQueue()
+
+    class Slow(SsdFile):
+        def preadv(self, views: Sequence[memoryview], offset: int) -> int:
+            begun.set()
+            may_go_on.wait(10)
+            return super().preadv(views, offset)
+
+    file.__class__ = Slow
+    calls = _Calls(file, monkeypatch)
+    disk = Disk([file], lambda order, _error, _digest: done.put(order.kind), threads=1)
+    disk.do(in_pages(Kind.READ, [0], pages))
+    assert begun.wait(10)
+    disk.do(in_pages(Kind.WRITE, range(1, 301), pages))
+    may_go_on.set()
+    assert [done.get(timeout=10) for _ in range(301)] == [Kind.READ, *[Kind.WRITE] * 300]
+    disk.do(in_pages(Kind.WRITE, range(1, 301), pages))
+    assert disk.close(10)
+    together = TOGETHER_BESIDE_READS_BYTES // PAGE_BYTES
+    assert together < 300 < TOGETHER_BYTES // PAGE_BYTES <= MOST_PIECES
+    assert [row for name, row in calls.made if name == "w"] == [together, 300 - together, 300]
     file.close()
 
 
@@ -408,40 +440,6 @@ def test_reads_take_turns_with_writes_and_what_is_hurried_goes_first(tmp_path: P
     assert disk.close(10)
     assert "".join(done) in ("wfwrwrwrww", "wwfwrwrwrw")  # whose turn it was
     assert sorted(ends) == sorted(done)
-    file.close()
-
-
-def test_it_is_told_of_some_writes_together_and_of_all_of_them(tmp_path: Path) -> None:
-    """Nobody waits for one of many writes; but none may be left untold, however few there are."""
-    file, _ = made(tmp_path / "ssd")
-    told: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
-    moved: list[float] = []
-
-    class Watched(SsdFile):
-        def pwritev(self, views: Sequence[memoryview], offset: int) -> int:
-            moved.append(offset)
-            return super().pwritev(views, offset)
-
-    file.__class__ = Watched
-    room = memoryview(bytearray(UNIT))
-
-    def write(number: int) -> Order:
-        return Order(Kind.WRITE, 0, lambda *_: None, CUT.blocks_offset + 2 * number * UNIT, room)
-
-    def ended(order: Order, error: str, _digest: int) -> None:
-        assert error == DONE
-        told.put((order.offset, len(moved)))
-
-    for threads, count in ((1, 1), (1, 30), (4, 30), (4, 3)):
-        moved.clear()
-        disk = Disk([file], ended, threads=threads)
-        disk.do([write(number) for number in range(count)])
-        tales = [told.get(timeout=10) for _ in range(count)]  # while the disk is not closed
-        assert {offset for offset, _ in tales} == {write(n).offset for n in range(count)}
-        if threads == 1 and count > TOLD_TOGETHER:
-            assert [done for _, done in tales[:TOLD_TOGETHER]] == [TOLD_TOGETHER] * TOLD_TOGETHER
-        assert disk.close(10)
-        assert told.empty()
     file.close()
 
 

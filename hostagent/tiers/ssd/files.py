@@ -48,10 +48,11 @@ log = logging.getLogger(__name__)
 
 THREADS: Final = 16
 """Orders that the disk is given at once."""
-TOGETHER_BYTES: Final = 1 << 20
-"""Of orders that share a call, at most."""
-TOLD_TOGETHER: Final = 8
-"""Writes that are done, while others wait, before it is told of them."""
+TOGETHER_BYTES: Final = 4 << 20
+"""Of orders that share a call, at most: a thread that has to wait for the interpreter's lock has
+given the disk something to do meanwhile."""
+TOGETHER_BESIDE_READS_BYTES: Final = 1 << 20
+"""The same where somebody reads, who may have to wait for what all threads are writing."""
 _SECTORS: Final = (512, 1024, PAGE_BYTES)
 _OPEN: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -210,8 +211,7 @@ class Disk:
 
     Writes come in batches of hundreds, and nobody waits for one of them. So reads do not queue
     behind them: while there are both, each thread does one of these and one of those. What is
-    hurried goes before all reads. And it is told of some writes together, since to wake who
-    listens takes a processor longer than to have a block written."""
+    hurried goes before all reads."""
 
     def __init__(
         self,
@@ -224,8 +224,7 @@ class Disk:
         self._writes: deque[list[Order]] = deque()
         self._others: deque[list[Order]] = deque()
         """Orders that share a call each."""
-        self._written: deque[Order] = deque()
-        """Of which it is told when no write waits any more, or there are some."""
+        self._reading: set[Order] = set()
         self._queue: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """An item for each of either; False: a thread is to end."""
         # Daemons: a disk that never answers shall not keep the process from its end.
@@ -238,7 +237,9 @@ class Disk:
 
     def do(self, orders: Sequence[Order]) -> None:
         """Begin these orders; they wait where others are being done."""
-        for together in _runs(orders, -(-len(orders) // len(self._threads))):
+        self._reading.update(order for order in orders if order.kind is Kind.READ)
+        most_bytes = TOGETHER_BESIDE_READS_BYTES if self._reading else TOGETHER_BYTES
+        for together in _runs(orders, -(-len(orders) // len(self._threads)), most_bytes):
             if together[0].hurried:
                 self._others.appendleft(together)
             elif together[0].kind is Kind.WRITE:
@@ -284,32 +285,20 @@ class Disk:
         self._tell(order, error, digest)
 
     def _tell(self, order: Order, error: str, digest: int) -> None:
-        """An order has ended. Of the last write that is taken it is told at once, and with it of
-        all that were done before."""
-        if error or order.hurried or order.kind is not Kind.WRITE:
-            self._ended(order, error, digest)
-            return
-        written = self._written
-        written.append(order)
-        if self._writes and len(written) < TOLD_TOGETHER:
-            return
-        for _ in range(len(written)):
-            try:
-                order = written.popleft()
-            except IndexError:  # another thread tells of it
-                return
-            self._ended(order, DONE, 0)
+        self._reading.discard(order)
+        self._ended(order, error, digest)
 
 
-def _runs(orders: Sequence[Order], most: int) -> Iterator[list[Order]]:
-    """All orders, in this order, in rows of `most` at most that follow each other in the file."""
+def _runs(orders: Sequence[Order], most: int, most_bytes: int) -> Iterator[list[Order]]:
+    """All orders, in this order, in rows of `most` and `most_bytes` at most that follow each other
+    in the file."""
     run: list[Order] = []
     end = size_bytes = 0
     for order in orders:
         goes_on = (
             0 < len(run) < most
             and order.offset == end
-            and size_bytes + len(order.view) <= TOGETHER_BYTES
+            and size_bytes + len(order.view) <= most_bytes
             and order.kind is run[0].kind is not Kind.FLUSH
             and (order.file, order.hurried) == (run[0].file, run[0].hurried)
         )
