@@ -12,10 +12,11 @@ of blocks that are got from disk into the arena, with their digests made, over `
 fio runs with `psync` in as many threads, and with `libaio` and `io_uring` in one; the best one
 counts. fio's memory is in pages of 4 KiB, and an agent's arena in huge ones where the kernel makes
 such (`arena_huge_bytes`), which on a virtual disk saves much. So `libaio` runs in huge pages, too,
-in memory that it is given: `ssd_…_over_fio_huge` is over that. Both use the same file, in turns, a new agent each time: where a file lies may make
-it half as fast again as another. Of each kind, and of each of fio's, the median of the rounds
-counts: the fastest of fifteen of fio's and of five of ours depend on luck, and fio has more of it.
-Every block that is read is compared with what was put (`wrong_bytes`).
+in memory that it is given: `ssd_…_over_fio_huge` is over that. Both use the same file, in turns, a
+new agent each time: where a file lies may make it half as fast again as another. Of each kind, and
+of each of fio's, the median of the rounds counts: the fastest of many of fio's and of few of ours
+depend on luck, and fio has more of it. Every block that is read is compared with what was put
+(`wrong_bytes`).
 
 `crash_points` crashes of `kvcast.simulation.crashes` follow: `crash_wrong_bytes` must be 0. The
 exit status is 1 where a byte was wrong, or something could not be measured.

@@ -123,8 +123,11 @@ def test_blocks_of_any_size_go_to_a_disk_and_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The size is no power of two, so that blocks take more room than they have bytes."""
-    monkeypatch.setattr(ssd, "ROUNDS", 1)
-    monkeypatch.setattr(ssd, "_fio", lambda *_: 1e6)
+    monkeypatch.setattr(ssd, "ROUNDS", 3)
+    rates = {"psync": [9e6, 1e6, 1e6], "libaio": [5e6, 3e6, 4e6], "io_uring": [0.0] * 3}
+    rates[ssd.HUGE] = [8e6] * 3
+    rates = {engine: 2 * of_it for engine, of_it in rates.items()}  # written, and read
+    monkeypatch.setattr(ssd, "_fio", lambda _path, _mode, engine, *_: rates[engine].pop())
     monkeypatch.setattr(ssd, "_version_of_fio", lambda: "fio-3")
     monkeypatch.setattr(shutil, "which", lambda _: "/usr/bin/fio")
     path = tmp_path / "report" / "ssd.json"
@@ -134,8 +137,10 @@ def test_blocks_of_any_size_go_to_a_disk_and_come_back(
     assert report["blocks"] == 17 * 1024 // 532
     assert (report["wrong_bytes"], report["crash_wrong_bytes"]) == (0, 0)
     assert (report["crash_points"], report["seed"]) == (10, 5)
-    assert report["ssd_read_over_fio"] > 0
-    assert report["ssd_write_over_fio"] > 0
+    for kind in ("write", "read"):
+        mine = sorted(report[f"ssd_{kind}_rounds_bytes_per_s"])[1]
+        assert report[f"ssd_{kind}_over_fio"] == mine / 4e6
+        assert report[f"ssd_{kind}_over_fio_huge"] == mine / 8e6
 
 
 def test_a_disk_that_fio_cannot_use_gives_no_figure(
