@@ -75,11 +75,13 @@ def test_whatever_happens_every_question_is_answered_once_and_by_the_right_bytes
     CourierHarness().run(_steps(random.Random(seed), 120))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", LARGE_SEEDS)
 def test_the_same_of_large_blocks_and_conveyors(seed: int) -> None:
     CourierHarness().run(_steps(random.Random(seed), 80, large=True))
 
 
+@pytest.mark.slow
 def test_the_steps_of_the_tests_above_bring_blocks_by_the_courier_and_hand_questions_over() -> None:
     with remembered(Stand) as stands:
         CourierHarness().run(_steps(random.Random(0), 120))

@@ -363,6 +363,7 @@ def test_the_home_sends_a_segment_once_a_window_and_loss(
         assert repairs == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(SEEDS, st.integers(1, 6))
 def test_queues_stay_within_their_bounds_under_a_storm(seed: int, readers: int) -> None:
@@ -587,6 +588,7 @@ def test_readers_that_begin_at_different_times_fall_into_step(blocks: int) -> No
     assert sum(copies) / len(copies) < 1.5, copies
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(SEEDS, FAULTS, st.booleans(), st.booleans())
 def test_everything_at_once(seed: int, faults: Faults, coalescing: bool, offers: bool) -> None:

@@ -249,6 +249,7 @@ def streams(draw: st.DrawFn, *, wrapped: bool) -> list[tuple[int, list[bytes]]]:
     return pieces
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", [False, True])
 @given(data=st.data())
 def test_any_datagrams_have_the_effect_that_the_model_says(

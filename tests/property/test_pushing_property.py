@@ -60,6 +60,7 @@ def test_clients_that_put_one_block_after_another_are_given_room_for_the_next(se
     pair.end()
 
 
+@pytest.mark.slow
 def test_the_steps_of_the_first_test_put_blocks_and_hand_puts_over() -> None:
     with remembered(Pair) as pairs:
         for seed in range(12):

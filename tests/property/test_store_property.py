@@ -196,6 +196,7 @@ def test_rules_may_change_at_any_time(
         store.check()
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 1 << 32),
     names=st.tuples(*[st.sampled_from([name for name in NAMES if name != "value"])] * 2),

@@ -125,6 +125,7 @@ def test_every_run_looks_at_the_couriers_tables(product: Product) -> None:
     assert outcome.violation == (0, "AssertionError: it looks")
 
 
+@pytest.mark.slow
 def test_a_seed_is_the_same_run_every_time(product: Product) -> None:
     first, second = run_seed(9, product), run_seed(9, product)
     assert first.trace == second.trace
@@ -219,6 +220,7 @@ def test_what_is_no_mask_is_refused(text: str) -> None:
         Mask.parse(text)
 
 
+@pytest.mark.slow
 def test_a_failure_is_made_smaller_and_still_fails() -> None:
     bug = BUGS["eviction does not look at pins"]
     with bug.plant(ENGINES[ENGINE]) as broken:
@@ -234,6 +236,7 @@ def test_a_failure_is_made_smaller_and_still_fails() -> None:
     assert len(small.ops) < len(whole.ops) / 2
 
 
+@pytest.mark.slow
 def test_the_command_reports_what_it_ran(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     assert command.main(["--first-seed", "9", "--seeds", "2", "--json", str(file)]) == 0
@@ -245,6 +248,7 @@ def test_the_command_reports_what_it_ran(tmp_path: Path) -> None:
     assert set(report["faults"]) <= {*FAULTS, *BESIDE}
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_reports_the_seeds_that_have_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

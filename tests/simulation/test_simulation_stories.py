@@ -33,6 +33,7 @@ def test_a_violation_comes_with_the_stories_of_its_block(
     assert outcome.stories in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_in_which_all_holds_has_no_stories() -> None:
     clean = run_seed(9, command.product(ENGINE))
     assert clean.violation is None

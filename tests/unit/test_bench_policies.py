@@ -125,6 +125,7 @@ def test_a_peer_that_cannot_be_loaded_is_left_out_and_the_report_says_why(
     assert not any("peer_difference_points" in row for row in report["results"])
 
 
+@pytest.mark.slow
 def test_report_has_every_policy_at_every_size_and_nobody_beats_belady(tmp_path: Path) -> None:
     report_path = tmp_path / "report.json"
     arguments = ["--workload", "mix", "--requests", "300", "--json", str(report_path)]
@@ -152,6 +153,7 @@ def test_policies_that_libcachesim_has_too_hit_as_its_do(tmp_path: Path) -> None
         assert report["peer_max_difference_points"] <= 0.1
 
 
+@pytest.mark.slow
 def test_a_cache_that_libcachesim_cannot_make_is_left_out_and_the_report_goes_where_it_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

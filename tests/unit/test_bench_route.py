@@ -70,6 +70,7 @@ def test_a_simulated_engine_runs_so_many_at_once_as_it_has_slots() -> None:
     assert found[2][0] > 3.2
 
 
+@pytest.mark.slow
 def test_the_report_is_the_same_every_time_and_the_router_beats_the_others(tmp_path: Path) -> None:
     arguments = ["--requests", "600", "--loads", "0.7", "--json"]
     reports = []
@@ -90,6 +91,7 @@ def test_the_report_is_the_same_every_time_and_the_router_beats_the_others(tmp_p
     assert {found["requests"] for found in policies.values()} == {600}
 
 
+@pytest.mark.slow
 def test_a_deadline_is_kept_by_refusing(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     arguments = ["--requests", "800", "--loads", "1.2", "--deadline-s", "3", "--json", str(path)]

@@ -119,6 +119,7 @@ def test_a_folder_that_is_not_there_is_told_in_a_line(
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_blocks_of_any_size_go_to_a_disk_and_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +144,7 @@ def test_blocks_of_any_size_go_to_a_disk_and_come_back(
         assert report[f"ssd_{kind}_over_fio_huge"] == mine / 8e6
 
 
+@pytest.mark.slow
 def test_a_disk_that_fio_cannot_use_gives_no_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

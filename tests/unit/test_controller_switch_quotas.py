@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.controller.core import program
@@ -335,6 +336,7 @@ STEPS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(steps=st.lists(STEPS, min_size=10, max_size=50))
 def test_no_write_of_any_controller_exceeds_a_quota(steps: list[tuple[str, int, int]]) -> None:

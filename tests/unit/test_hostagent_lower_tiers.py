@@ -366,7 +366,9 @@ class Prefixes(Bench):
                 disk._seen[tier._files[0].formatted.cut.blocks_offset + copy.offset] ^= 1
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
+)
 def test_a_block_leaves_a_node_only_with_all_that_are_behind_it(seed: int) -> None:
     """Whatever makes it leave, and in whatever tiers they lie."""
     rng = random.Random(seed)

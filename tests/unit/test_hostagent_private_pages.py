@@ -54,6 +54,7 @@ def page_faults(
     return int(said)
 
 
+@pytest.mark.slow
 def test_what_it_has_made_its_own_costs_no_page_fault_when_it_is_written_to() -> None:
     if not make_private_pages_own(_never()):
         pytest.skip("the kernel cannot populate memory (Linux 5.14)")
@@ -61,6 +62,7 @@ def test_what_it_has_made_its_own_costs_no_page_fault_when_it_is_written_to() ->
     assert page_faults(make_private_pages_own) < PAGES // 8
 
 
+@pytest.mark.slow
 def test_what_is_allocated_where_memory_was_made_free_costs_no_page_fault() -> None:
     kept: list[object] = []
 
@@ -97,6 +99,7 @@ def test_without_proc_memory_is_copied_as_ever(monkeypatch: pytest.MonkeyPatch) 
     assert not make_private_pages_own(_never())
 
 
+@pytest.mark.slow
 def test_what_is_hardly_used_does_not_come_into_being() -> None:
     """As the stack of a thread, of which a few pages are there."""
     area = mmap.mmap(-1, 256 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -440,6 +440,7 @@ def test_without_a_map_nothing_is_taken_over_until_there_is_one() -> None:
     assert store.get(block(1)) is not None
 
 
+@pytest.mark.slow
 def test_an_entry_with_a_flipped_bit_is_not_another_blocks() -> None:
     """Every bit of the words around what says something of the one copy that there is."""
     machine = Machine()
@@ -458,6 +459,7 @@ def test_an_entry_with_a_flipped_bit_is_not_another_blocks() -> None:
             assert machine.held() in ({}, {1: content(1, 4096)}), (at - first, bit)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 10**9), changes=st.integers(1, 40))
 @settings(max_examples=150, deadline=None)
 def test_a_damaged_index_costs_blocks_and_never_gives_wrong_ones(seed: int, changes: int) -> None:

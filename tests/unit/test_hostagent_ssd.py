@@ -866,6 +866,7 @@ ENTRIES = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(entries=ENTRIES, refused=st.lists(st.integers(0, CUT.units - 1), max_size=4))
 @settings(max_examples=200, deadline=None)
 def test_whatever_the_table_says_the_tier_goes_on(entries: list[Entry], refused: list[int]) -> None:

@@ -541,6 +541,7 @@ def test_many_blocks_take_turns_in_the_slots() -> None:
     assert pool.ratio < 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pace", "at_most"), [(4, 1.2), (16, 1.25)])
 def test_readers_who_stand_still_now_and_then_come_together_again(
     pace: int, at_most: float
@@ -705,6 +706,7 @@ def test_a_home_whose_writes_are_lost_is_no_reason_to_doubt_the_card() -> None:
     assert reader.doubts == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_a_pair_that_breaks_and_is_made_anew_costs_no_block(seed: int) -> None:
     """Again and again, with chunks on their way into a zone that is not used any more."""

@@ -226,6 +226,7 @@ def test_token_ids_that_are_none_are_counted() -> None:
     assert held(router) == (0, 0, 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     st.one_of(

@@ -344,6 +344,7 @@ class Loop(threading.Thread):
         epoch.value = EPOCH_IDLE
 
 
+@pytest.mark.slow
 def test_a_packet_sees_an_entry_whole_or_not_at_all_while_tables_change() -> None:
     """Entries send to (p, p, p); a half-written group or entry would mix numbers."""
     switch = pool_switch()
