@@ -364,8 +364,12 @@ class SimHost:
             return
         if self.world.now < self.stalled_until:
             self.world.at(self.stalled_until, lambda: self.when_running(process, action))
-        else:
+            return
+        process.events += 1
+        try:
             action()
+        finally:
+            process.events -= 1
 
     # --- network card -----------------------------------------------------------------------
 
@@ -434,6 +438,8 @@ class SimAgent(Process):
         self.core = core
         self.rng = rng
         self.dead = False
+        self.events = 0
+        """That are under way: one may be within another."""
         self.waiting = 0
         """Frames in the socket while the process stands still."""
         self.on_death: list[Callable[[], None]] = []
@@ -740,10 +746,11 @@ class SimAgent(Process):
     def pump(self) -> None:
         """Send and call what the core wants sent and called; to be done after any event."""
         core = self.core
-        core.requester.check()
-        core.reads.check()
-        if self.courier is not None:
-            self.courier.check()
+        if self.events <= 1:  # in an event within another, what the outer one has begun is not done
+            core.requester.check()
+            core.reads.check()
+            if self.courier is not None:
+                self.courier.check()
         if core.outbox.waits:
             if self.rdma is not None:
                 self.rdma.take()

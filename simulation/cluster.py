@@ -245,12 +245,17 @@ class Cluster:
     def _decided(self, process: ControllerProcess, pool_map: PoolMap) -> None:
         if pool_map is self._last_map:
             return
-        former, self._last_map = self._last_map, pool_map
-        if former is not None and former.settled and not pool_map.settled and self._calm():
-            self._check_handed_over(former, pool_map)
         number = {node.index: int(node.node_id.removeprefix("node-")) for node in pool_map.nodes}
         buckets = list(map(tuple, pool_map.buckets))
         hosts = {nodes: [number[i] for i in nodes] for nodes in set(buckets)}  # few, of 1,024
+        if process.loop.is_backup:
+            for bucket, nodes in enumerate(buckets):
+                for host in hosts[nodes]:
+                    self.model.may_answer(bucket, host)
+            return
+        former, self._last_map = self._last_map, pool_map
+        if former is not None and former.settled and not pool_map.settled and self._calm():
+            self._check_handed_over(former, pool_map)
         self.model.homes_are([hosts[nodes] for nodes in buckets])
         self.operator.decided(process, pool_map)
 

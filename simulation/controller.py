@@ -168,8 +168,9 @@ class ControllerProcess(Process):
         self._sleep()
 
     def _decided(self, pool_map: PoolMap) -> None:
-        # A backup has no agents and programs nothing: nobody ever has its empty maps.
-        if not self.loop.is_backup:
+        # A backup has no agents and programs nothing: nobody has its empty maps. But who came to
+        # it before it was one may still get a map.
+        if not self.loop.is_backup or self._links:
             self._machine._decided(self, pool_map)
 
     def die(self) -> None:
