@@ -221,7 +221,7 @@ class Held:
         core = self._process.core
         copies = [copy for store in stores for b in store.blocks() if (copy := store.known(b))]
         held = {copy.block for copy in copies}
-        going = {block for _, block in core.store.lineage.orphans}
+        going = {block for _, block in core.store.prefixes_elsewhere.orphans}
         together = set()
         for copy in copies:
             block, above = copy.block, BlockId(copy.block.namespace, copy.parent)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from kvcast.hostagent.core.lineage import Lineage
+from kvcast.hostagent.core.prefix_closure import PrefixClosure
 from kvcast.hostagent.core.ssd import SsdTier
 from kvcast.hostagent.core.store import Copy, Store
 from kvcast.hostagent.tiers.counting_filter import CountingFilter
@@ -93,6 +93,6 @@ def put_below(store: Store, tiers: Sequence[SsdTier]) -> LowerTiers:
     for number, tier in enumerate(tiers[:-1]):
         tier.shelf.below = LowerTiers(tiers[number + 1 :])
         tiers[number + 1].above = tier
-    Lineage(store, [(tier.shelf, tier.holds) for tier in tiers])
+    PrefixClosure(store, [(tier.shelf, tier.holds) for tier in tiers])
     below = store.below = LowerTiers(tiers)
     return below

@@ -20,7 +20,7 @@ from kvcast.hostagent.core.store import Copy, Store
 from kvcast.protocol.messages.wire import BlockId
 
 
-class Lineage:
+class PrefixClosure:
     """See the module's description. `shelves`: the stores of the tiers below `top`, each with what
     says whether its tier holds a block."""
 
@@ -33,7 +33,7 @@ class Lineage:
         self.orphans: deque[tuple[BlockId, BlockId]] = deque()
         """(what left, who was behind it)."""
         for store in self._stores:
-            store.lineage = self
+            store.prefixes_elsewhere = self
 
     def _is_held(self, block: BlockId, but: Store | None = None) -> bool:
         """Whether it lies anywhere on this node, or beyond, but in this tier."""
@@ -45,7 +45,7 @@ class Lineage:
         )
 
     def keeps(self, block: BlockId, store: Store) -> bool:
-        """As `store.Lineage`."""
+        """As `store.PrefixesElsewhere`."""
         return (
             store is self._stores[-1]
             and any(other.behind(block) for other in self._stores if other is not store)
@@ -53,13 +53,13 @@ class Lineage:
         )
 
     def left(self, block: BlockId) -> None:
-        """As `store.Lineage`."""
+        """As `store.PrefixesElsewhere`."""
         if not self._is_held(block):
             for store in self._stores:
                 self.orphans.extend((block, behind) for behind in store.behind(block))
 
     def settle(self, store: Store) -> None:
-        """As `store.Lineage`."""
+        """As `store.PrefixesElsewhere`."""
         while store is self._top and self.orphans:
             parent, block = self.orphans.popleft()
             if self._is_held(parent):
@@ -70,7 +70,7 @@ class Lineage:
                     each.orphan(copy)
 
     def pin(self, block: BlockId, store: Store) -> Copy | None:
-        """As `store.Lineage`."""
+        """As `store.PrefixesElsewhere`."""
         for shelf, _ in self._shelves if store is self._top else ():
             copy = shelf.known(block)
             if copy is not None:
@@ -79,7 +79,7 @@ class Lineage:
         return None
 
     def unpin(self, copy: Copy) -> None:
-        """As `store.Lineage`."""
+        """As `store.PrefixesElsewhere`."""
         for shelf, _ in self._shelves:
             if shelf.lying_at(copy.offset) is copy:
                 shelf.unpin(copy)

@@ -259,7 +259,7 @@ class Beyond(Protocol):
         ...
 
 
-class Lineage(Protocol):
+class PrefixesElsewhere(Protocol):
     """What a node's tiers know of each other's prefixes."""
 
     @property
@@ -452,7 +452,7 @@ class Store:
         """Set while there is something left to recover."""
         self.below: Below = _NothingBelow()
         self.beyond: Beyond | None = None
-        self.lineage: Lineage = _OneTier()
+        self.prefixes_elsewhere: PrefixesElsewhere = _OneTier()
         self.when_freed: Callable[[], None] | None = None
         """Called when a copy has no pins any more, once: whoever waits for another says so anew."""
         self.counters = StoreCounters()
@@ -571,7 +571,7 @@ class Store:
                 self._drop_some(next(iter(self._leaving)))
             elif self._next_part_at <= now and self._shrinking:
                 self._shrink(next(iter(self._shrinking)))
-        self.lineage.settle(self)
+        self.prefixes_elsewhere.settle(self)
 
     def _shrink(self, namespace: int) -> None:
         """A part of what exceeds a namespace's quota goes."""
@@ -1113,14 +1113,14 @@ class Store:
         if above is not None:
             self.pin(above)
         elif state.policy.PREFIXES:
-            return self.lineage.pin(block, self)
+            return self.prefixes_elsewhere.pin(block, self)
         return above
 
     def _unpin_parent(self, above: Copy) -> None:
         if self._by_offset.get(above.offset) is above:
             self.unpin(above)
         else:
-            self.lineage.unpin(above)
+            self.prefixes_elsewhere.unpin(above)
 
     def _let_parent_go(self, copy: Copy) -> None:
         above, copy.waits_on = copy.waits_on, None
@@ -1135,10 +1135,10 @@ class Store:
             for block in reversed(state.policy.descendants(copy.block)):
                 self.counters.orphaned += 1
                 self._remove_one(self._index[block], state, evicted=evicted)
-                self.lineage.left(block)
+                self.prefixes_elsewhere.left(block)
         self._remove_one(copy, state, evicted=evicted)
         if state.policy.PREFIXES:
-            self.lineage.left(copy.block)
+            self.prefixes_elsewhere.left(copy.block)
 
     def _remove_one(self, copy: Copy, state: _Namespace, *, evicted: bool) -> None:
         self.elsewhere.withdraw((copy,))
@@ -1211,7 +1211,7 @@ class Store:
                 return Verdict.PINNED
             suits = self._frees(copy, wanted_bytes) and (may is None or may(copy))
             if suits and state.policy.PREFIXES:
-                suits = not self.lineage.keeps(block, self)
+                suits = not self.prefixes_elsewhere.keeps(block, self)
             return Verdict.GO if suits else Verdict.UNSUITABLE
 
         block = state.policy.choose(Search(look, most))

@@ -30,8 +30,8 @@ from kvcast.hostagent.core import ssd as ssd_module
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.fetches import GetBatch
 from kvcast.hostagent.core.handover import Handover
-from kvcast.hostagent.core.lineage import Lineage
 from kvcast.hostagent.core.pool import Pool
+from kvcast.hostagent.core.prefix_closure import PrefixClosure
 from kvcast.hostagent.core.rdma_answers import Writing
 from kvcast.hostagent.core.reads import Reads
 from kvcast.hostagent.core.recovery import Recovery
@@ -960,7 +960,7 @@ def _rest_of_prefix_stays() -> Any:
 
 @bug("a prefix stays in other tiers when its beginning goes", 0, only=_has_prefixes)
 def _rest_of_prefix_stays_elsewhere() -> Any:
-    return mock.patch.object(Lineage, "left", return_value=None)
+    return mock.patch.object(PrefixClosure, "left", return_value=None)
 
 
 @bug("a block that came before its ancestor stays when that goes", 0, only=_has_prefixes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from dram import SIZE, block
-from kvcast.hostagent.core.lineage import Lineage
+from kvcast.hostagent.core.prefix_closure import PrefixClosure
 from kvcast.hostagent.core.store import Copy, NoRoomError, Store, StoreRules
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.protocol.messages.wire import BlockId
@@ -24,7 +24,7 @@ class Node:
         self.dram, self.shelf = (Store(Allocator(4 * SIZE, 4 * SIZE)) for _ in range(2))
         for store in (self.dram, self.shelf):
             store.configure({1: StoreRules(policy=policy)})
-        Lineage(self.dram, [(self.shelf, lambda name: self.shelf.known(name) is not None)])
+        PrefixClosure(self.dram, [(self.shelf, lambda name: self.shelf.known(name) is not None)])
         self.now = 0.0
 
     def put(self, store: Store, number: int) -> Copy:
