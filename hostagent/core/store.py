@@ -1044,8 +1044,8 @@ class Store:
         self._remove(copy)
 
     def behind(self, block: BlockId) -> Collection[BlockId]:
-        """Committed blocks right behind this one in their prefixes, as far as a policy asks for
-        that; this one may be here or not."""
+        """Committed blocks right behind this one in their prefixes, where it is not here itself;
+        none where the policy does not look at prefixes."""
         state = self._prefixed.get(block.namespace)
         return () if state is None else state.policy.behind(block)
 

@@ -251,7 +251,7 @@ class Policy(Generic[K]):
         return []
 
     def behind(self, block: K) -> Collection[K]:
-        """Held blocks right behind this one, which is held or not."""
+        """Held blocks right behind this one, which is not held."""
         return ()
 
 

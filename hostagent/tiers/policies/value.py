@@ -159,8 +159,7 @@ class Value(Policy[K]):
         return found[1:]
 
     def behind(self, block: K) -> Collection[K]:
-        state = self._blocks.get(block)
-        return self._waiting.get(block, ()) if state is None else state.children
+        return self._waiting.get(block, ())
 
     def blocks(self) -> Collection[K]:
         return self._blocks.keys()
