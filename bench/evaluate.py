@@ -21,8 +21,9 @@ Fields of the report:
 - `calibration_error_max`: relative error of home egress or fetch time, over all workloads.
   `calibration_error_max_virtual` and `_pool` say it of either pool alone.
 - `chat_p50_over_plain`, `chat_p99_over_plain`, and the same of each trace: the time of a get on
-  real agents behind kvcast, as it adapts, over that behind a plain switch. `_low` and `_high` are
-  the range of that, had other turns and gets been drawn.
+  real agents behind kvcast, as it adapts, over that behind a plain switch. `chat_each_over_plain`:
+  the median of the ratios of the single gets, which tells smaller costs from chance. `_low` and
+  `_high` are the range of that, had other gets been drawn.
 - `value_over_…`: the bytes that our policy of the switch's memory answers, over those that
   something else would answer:
 
@@ -55,7 +56,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,8 @@ from kvcast.workloads.generators import Request, WorkloadError
 from kvcast.workloads.traces import TraceLine, read_trace
 
 Numbers = dict[str, Any]
+_Get = tuple[int, int, int]
+"""How often the stream was played before, the request, and the node."""
 PARTS = (
     "calibration",
     "pool",
@@ -93,11 +96,17 @@ REAL = ("pool", "adaptive")
 _POOL_READS = 160
 _LONE_GETS = 5
 """Before and after each workload, since a machine that does other things is not always as slow."""
-_TURNS = (True, False, False, True) * 3
-"""Whether each turn of `beside_plain` is the plain switch's. Of a trace's gets some take ten times
-as long as others, and which do differs from turn to turn: so the more turns, the better."""
+_PIECES = 6
+"""Of a stream in `beside_plain`: both pools play one before either plays the next, so that a
+machine that gets slower, or is busy with other things, harms both."""
+_GETS = 600
+_ROUNDS = 4
+"""A stream is played so many times at most, as other tenants', until so many gets can be compared:
+a short trace has few."""
 _DRAWS = 400
-"""Of turns and gets, for the range that a ratio is in."""
+"""Of gets, for the range that a ratio is in."""
+_NEIGHBOURS = 8
+"""Gets that are drawn together: who is slow makes those beside it wait."""
 _ARENA_BYTES = 192 << 20
 
 
@@ -201,16 +210,12 @@ async def _play(
 
 async def beside_plain(traces: dict[str, list[TraceLine]]) -> list[Numbers]:
     """Chats and traces on real agents behind a plain switch, and behind kvcast with all of it on
-    and left to itself. Both pools run all the time and are played on in turns, so that a machine
-    that gets slower, or is busy with other things, harms both. Compared are gets that had something
-    to fetch in both: which of two that want the same waits for it differs from turn to turn."""
-    streams = questions.bystanders(traces)
-    waits: dict[tuple[str, bool], list[dict[tuple[int, int], float]]] = {}
-    """By stream and pool, of each turn what each get took, in milliseconds."""
-    turned: dict[str, Counter[str]] = {}
+    and left to itself. Both pools run all the time, and play one piece of a stream after the other.
+    Compared are gets that had something to fetch in both: which of two that want the same waits for
+    it differs from time to time."""
+    rows: list[Numbers] = []
     judged: set[int] = set()
     """Namespaces of the streams before."""
-    hits: dict[str, Counter[str]] = {}
     async with contextlib.AsyncExitStack() as stack:
         pools: dict[bool, Pool] = {}
         links: dict[bool, list[NodeLink]] = {}
@@ -225,32 +230,44 @@ async def beside_plain(traces: dict[str, list[TraceLine]]) -> list[Numbers]:
             nodes = [host.node_id for host in star.hosts]
             sockets = [pools[plain].sockets[node] for node in nodes]
             links[plain] = await stack.enter_async_context(links_to(sockets))
-        for name, (requests, block_bytes) in streams.items():
-            for turn, plain in enumerate(_TURNS):
+        for name, (requests, block_bytes) in questions.bystanders(traces).items():
+            waits: dict[bool, dict[_Get, float]] = {True: {}, False: {}}
+            """By pool, what each get took, in milliseconds."""
+            hits: Counter[str] = Counter()
+            for turn in range(2 * _PIECES * _ROUNDS):
+                piece, plain = turn // 2, turn % 4 in (0, 3)
+                number, place = divmod(piece, _PIECES)
+                if place == 0 and len(waits[False].keys() & waits[True].keys()) >= _GETS:
+                    break
                 played = ReplayOptions(
                     block_bytes=block_bytes,
                     in_flight=256,
-                    budget_s=60.0,
+                    budget_s=120.0,
                     gather=not plain,
-                    namespace_tag=f"{name} {turn}",
+                    namespace_tag=f"{name} {number}",
                 )
-                tally = await Replay(requests, links[plain], nodes, played).run()
+                part = _piece(requests, place)
+                tally = await Replay(part, links[plain], nodes, played).run()
                 if tally.misses or tally.wrong_bytes or tally.skipped_requests:
                     raise RuntimeError(f"{name}: misses, wrong bytes or skipped requests")
                 took = zip(tally.fetches, tally.fetch_ms, strict=True)
-                waits.setdefault((name, plain), []).append(
-                    {(number, node): ms for (number, node, _), ms in took}
-                )
+                waits[plain] |= {(number, request, node): ms for (request, node, _), ms in took}
                 if not plain:
-                    hits.setdefault(name, Counter()).update(tally.hits)
+                    hits.update(tally.hits)
             said = (await pools[False].http("GET", "/v1/worth"))["adaptive"]
-            turned[name] = turned_in(said, judged)
+            turned = turned_in(said, judged)
             judged.update(row["namespace"] for row in said)
-    return [
-        {"stream": name, **compared(waits[name, False], waits[name, True])}
-        | {"hits": dict(hits[name]), "namespaces": dict(turned[name])}
-        for name in streams
-    ]
+            if waits[False].keys() & waits[True].keys():  # else nobody had anything to fetch
+                row = {"stream": name, **compared(waits[False], waits[True])}
+                rows.append(row | {"hits": dict(hits), "namespaces": dict(turned)})
+    return rows
+
+
+def _piece(requests: Sequence[Request], number: int) -> list[Request]:
+    """One of `_PIECES` pieces of a stream, from its own beginning on."""
+    first, end = (len(requests) * place // _PIECES for place in (number, number + 1))
+    part = requests[first:end]
+    return [replace(request, time_s=request.time_s - part[0].time_s) for request in part]
 
 
 def turned_in(said: Sequence[Mapping[str, Any]], judged: Collection[int]) -> Counter[str]:
@@ -263,42 +280,32 @@ def turned_in(said: Sequence[Mapping[str, Any]], judged: Collection[int]) -> Cou
     )
 
 
-def compared(
-    ours: Sequence[Mapping[tuple[int, int], float]],
-    plain: Sequence[Mapping[tuple[int, int], float]],
-) -> Numbers:
-    """Two pools' gets, by turn, request and node in milliseconds: percentiles of those that both
-    had, their ratios, and within which a ratio is in 19 of 20 cases, were other turns and other
-    gets drawn from these."""
-    both = sorted(set[tuple[int, int]]().union(*ours) & set[tuple[int, int]]().union(*plain))
-    nan = float("nan")
-    mine, theirs = (
-        np.array([[turn.get(get, nan) for get in both] for turn in turns])
-        for turns in (ours, plain)
-    )
-    points = (50, 99)
-    row: Numbers = {"gets": int(np.isfinite(mine).sum())}
+def compared(ours: Mapping[_Get, float], plain: Mapping[_Get, float]) -> Numbers:
+    """Two pools' gets, in milliseconds: percentiles of those that both had, their ratios, the
+    median of each get's own ratio, and within which a ratio is in 19 of 20 cases, were other gets
+    drawn from these (a bootstrap of pairs, some neighbours at a time: Künsch 1989)."""
+    both = sorted(ours.keys() & plain.keys())
+    took = np.array([[ours[get], plain[get]] for get in both])
     rng = np.random.default_rng(1)
-    drawn = []
-    for _ in range(_DRAWS):
-        gets = rng.integers(0, len(both), len(both))
-        each = (
-            np.nanpercentile(took[rng.integers(0, len(took), len(took))][:, gets], points)
-            for took in (mine, theirs)
-        )
-        drawn.append(np.divide(*each))
-    low, high = np.percentile(drawn, (2.5, 97.5), axis=0)
-    for place, point in enumerate(points):
-        took, plain_took = (float(np.nanpercentile(each, point)) for each in (mine, theirs))
-        row |= {
-            f"p{point}_ms": round(took, 3),
-            f"plain_p{point}_ms": round(plain_took, 3),
-            f"p{point}_over_plain": round(took / plain_took, 4),
-            f"p{point}_over_plain_low": round(float(low[place]), 4),
-            f"p{point}_over_plain_high": round(float(high[place]), 4),
-        }
-    medians = [float(np.median(list(turn.values()))) for turn in plain]
-    return row | {"plain_p50_between_turns": round(max(medians) / min(medians), 4)}
+    starts = rng.integers(0, len(both), (_DRAWS, -(-len(both) // _NEIGHBOURS)))
+    draws = np.add.outer(starts, np.arange(_NEIGHBOURS)).reshape(_DRAWS, -1) % len(both)
+    ranges = np.percentile([_ratios(took[gets]) for gets in draws], (2.5, 97.5), axis=0).T
+    row: Numbers = {"gets": len(both)}
+    for point in (50, 99):
+        mine, theirs = np.percentile(took, point, axis=0)
+        row |= {f"p{point}_ms": round(mine, 3), f"plain_p{point}_ms": round(theirs, 3)}
+    names = ("p50_over_plain", "p99_over_plain", "each_over_plain")
+    for name, ratio, (low, high) in zip(names, _ratios(took), ranges, strict=True):
+        row |= {name: round(ratio, 4), f"{name}_low": round(low, 4), f"{name}_high": round(high, 4)}
+    return row
+
+
+def _ratios(took: np.ndarray) -> list[float]:
+    """Of gets, each in two pools: the ratios of their medians, of their 99th percentiles, and the
+    median of their ratios."""
+    medians, tails = np.percentile(took, (50, 99), axis=0)
+    each = np.median(took[:, 0] / took[:, 1])
+    return [float(medians[0] / medians[1]), float(tails[0] / tails[1]), float(each)]
 
 
 def evaluate(

@@ -109,8 +109,8 @@ def lone_gets(count: int) -> list[Request]:
 # --- what kvcast costs where it brings nothing ---------------------------------------------------
 
 BYSTANDER_BITS_PER_S = 10e6
-BYSTANDER_BYTES = 20 << 20
-"""Of reads, in one turn."""
+BYSTANDER_BYTES = 120 << 20
+"""Of reads, in a stream."""
 BYSTANDER_REQUESTS_PER_S = 50.0
 
 
@@ -134,7 +134,10 @@ def bystanders(
             written=1 << 40,
             requests_at_most=1 << 12,
         )
-        requests = _at_load(_what_is_read(requests), block_bytes, BYSTANDER_BITS_PER_S)
+        requests = _what_is_read(requests)
+        if not requests:  # a trace whose prompts have nothing in common
+            continue
+        requests = _at_load(requests, block_bytes, BYSTANDER_BITS_PER_S)
         slower = max(1.0, len(requests) / BYSTANDER_REQUESTS_PER_S / requests[-1].time_s)
         found[name] = [replace(r, time_s=r.time_s * slower) for r in requests], block_bytes
     return found

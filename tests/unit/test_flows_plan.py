@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from kvcast.simulation.flows.scenarios import (
     requests_of,
     serve_all,
 )
+from kvcast.workloads.traces import TraceLine
 
 
 def ranges(**changed: Any) -> dict[str, Any]:
@@ -307,34 +309,52 @@ def test_what_a_stream_pays_for_kvcast_stands_at_the_top() -> None:
     assert top["chat_p99_over_plain"] == top["mine_p99_over_plain"] == 0.99
 
 
-def test_what_is_compared_are_gets_that_both_pools_had_and_their_range_shrinks_with_turns() -> None:
+def test_what_is_compared_are_gets_that_both_pools_had_and_their_range_shrinks_with_gets() -> None:
     rng = np.random.default_rng(7)
-    usual = rng.lognormal(4, 1, 200)
 
-    def turn(times: float) -> dict[tuple[int, int], float]:
-        return {(get, 0): times * ms * rng.uniform(0.9, 1.1) for get, ms in enumerate(usual)}
+    def gets(count: int, times: float) -> dict[tuple[int, int, int], float]:
+        usual = np.random.default_rng(count).lognormal(4, 1, count)
+        return {(0, n, 0): times * ms * rng.uniform(0.8, 1.2) for n, ms in enumerate(usual)}
 
-    plain = [turn(1.0) | {(900, 0): 1e9} for _ in range(8)]
-    twice = evaluate.compared([turn(2.0) | {(901, 0): 1e9} for _ in range(8)], plain)
-    assert twice["gets"] == 1600
-    for point in ("p50", "p99"):
-        assert 1.8 < twice[f"{point}_over_plain"] < 2.2
-        low, high = (twice[f"{point}_over_plain_{end}"] for end in ("low", "high"))
-        assert low < twice[f"{point}_over_plain"] < high
-    few = evaluate.compared([turn(1.0), turn(1.3)], plain[:2])
-    many = evaluate.compared([turn(1.0), turn(1.3)] * 8, plain)
-    widths = [r["p50_over_plain_high"] - r["p50_over_plain_low"] for r in (few, many)]
-    assert widths[1] < widths[0]
-    assert many["plain_p50_between_turns"] < 1.1
+    rows = {}
+    for count in (100, 2000):
+        ours = gets(count, 1.1) | {(1, 0, 0): 1e9}
+        plain = gets(count, 1.0) | {(2, 0, 0): 1e-9}
+        row = rows[count] = evaluate.compared(ours, plain)
+        assert row["gets"] == count
+        for figure in ("p50", "p99", "each"):
+            low, high = (row[f"{figure}_over_plain_{end}"] for end in ("low", "high"))
+            assert low <= row[f"{figure}_over_plain"] <= high
+            assert low < 1.1 < high
+    wide, narrow = (
+        {f: row[f"{f}_over_plain_high"] - row[f"{f}_over_plain_low"] for f in ("p50", "each")}
+        for row in rows.values()
+    )
+    assert narrow["each"] < wide["each"] / 2
+    assert narrow["each"] < narrow["p50"], "what each get took tells more than percentiles do"
+    assert rows[2000]["each_over_plain_low"] > 1.05
 
 
-def test_the_document_says_beside_what_it_costs_how_far_a_plain_pools_turns_differ(
-    tmp_path: Path,
-) -> None:
+def test_two_pools_play_all_of_a_stream_in_turns_and_each_piece_from_its_start() -> None:
+    stream = questions.bystanders({})["chat"][0]
+    pieces = [evaluate._piece(stream, number) for number in range(evaluate._PIECES)]
+    assert [request.number for piece in pieces for request in piece] == [r.number for r in stream]
+    assert all(piece[0].time_s == 0.0 for piece in pieces)
+    gaps = [b.time_s - a.time_s for piece in pieces for a, b in itertools.pairwise(piece)]
+    assert min(gaps) >= 0
+    assert sum(gaps) <= stream[-1].time_s
+
+
+def test_a_trace_whose_prompts_have_nothing_in_common_has_no_bystanders() -> None:
+    alone = [TraceLine(float(n * 100), 512, 1, [n]) for n in range(50)]
+    assert set(questions.bystanders({"mine": alone})) == {"chat"}
+
+
+def test_the_document_says_beside_what_it_costs_within_which_range(tmp_path: Path) -> None:
     times = dict.fromkeys(("p50_ms", "plain_p50_ms", "p99_ms", "plain_p99_ms"), 10.0)
-    ratios = {"p50_over_plain": 1.02, "p99_over_plain": 0.98, "plain_p50_between_turns": 1.25}
-    ratios |= {f"p{point}_over_plain_low": 0.9 for point in (50, 99)}
-    ratios |= {f"p{point}_over_plain_high": 1.1 for point in (50, 99)}
+    ratios = {"p50_over_plain": 1.02, "p99_over_plain": 0.98, "each_over_plain": 1.01}
+    ratios |= {f"{figure}_over_plain_low": 0.9 for figure in ("p50", "p99", "each")}
+    ratios |= {f"{figure}_over_plain_high": 1.1 for figure in ("p50", "p99", "each")}
     row = {"stream": "chat", "gets": 200, **times, **ratios}
     way = {"workload": "chat", "time_compression": 1.0, "mean_ms": 1.0, "p50_ms": 1.0}
     way |= {"p99_ms": 1.0, "home_egress_ratio": 1.0, "peer_egress_ratio": 0.0, "note": ""}
@@ -342,12 +362,15 @@ def test_the_document_says_beside_what_it_costs_how_far_a_plain_pools_turns_diff
     report = {"adaptive": [row], "alternatives": ways, "took_s": {}, "traces": []}
     evaluate_document.write(report, tmp_path)
     text = (tmp_path / "evaluation.md").read_text()
-    assert "`chat` p50 1.020 (0.90 to 1.10), p99 0.980 (0.90 to 1.10)" in text
-    assert "own turns differ by up to 1.25 times" in text
+    ranges = "`chat` each get 1.010 (0.900 to 1.100), p50 1.020 (0.900 to 1.100), p99 0.980 (0.900"
+    assert ranges in text
     assert "no cost can be told from chance" in text
     report["adaptive"] = [row | {"p99_over_plain_low": 1.05}]
     evaluate_document.write(report, tmp_path)
     assert "So it costs `chat` (p99) something." in (tmp_path / "evaluation.md").read_text()
+    report["adaptive"] = [row | {"each_over_plain_low": 1.001}]
+    evaluate_document.write(report, tmp_path)
+    assert "costs `chat` (each get) something." in (tmp_path / "evaluation.md").read_text()
 
 
 def test_a_part_that_fails_is_named_and_the_others_answers_are_kept(
