@@ -208,11 +208,14 @@ async def _play(
     )
 
 
-async def beside_plain(traces: dict[str, list[TraceLine]]) -> list[Numbers]:
+async def beside_plain(
+    traces: dict[str, list[TraceLine]], *, plain_twice: bool = False
+) -> list[Numbers]:
     """Chats and traces on real agents behind a plain switch, and behind kvcast with all of it on
-    and left to itself. Both pools run all the time, and play one piece of a stream after the other.
-    Compared are gets that had something to fetch in both: which of two that want the same waits for
-    it differs from time to time."""
+    and left to itself, or, if `plain_twice`, behind another plain switch, which shows what chance
+    does. Both pools run all the time, and play one piece of a stream after the other. Compared are
+    gets that had something to fetch in both: which of two that want the same waits for it differs
+    from time to time."""
     rows: list[Numbers] = []
     judged: set[int] = set()
     """Namespaces of the streams before."""
@@ -221,7 +224,7 @@ async def beside_plain(traces: dict[str, list[TraceLine]]) -> list[Numbers]:
         links: dict[bool, list[NodeLink]] = {}
         for plain in (True, False):
             options = PoolOptions(
-                plain=plain,
+                plain=plain or plain_twice,
                 link_rate_bits_per_s=questions.BYSTANDER_BITS_PER_S,
                 arena_bytes=_ARENA_BYTES,
             )
@@ -243,7 +246,7 @@ async def beside_plain(traces: dict[str, list[TraceLine]]) -> list[Numbers]:
                     block_bytes=block_bytes,
                     in_flight=256,
                     budget_s=120.0,
-                    gather=not plain,
+                    gather=not (plain or plain_twice),
                     namespace_tag=f"{name} {number}",
                 )
                 part = _piece(requests, place)
@@ -312,18 +315,19 @@ def evaluate(
     traces: dict[str, list[TraceLine]],
     *,
     parts: Sequence[str] = PARTS,
+    plain_twice: bool = False,
     say: Callable[[str], None] = lambda _text: None,
     so_far: Callable[[Numbers], None] = lambda _report: None,
 ) -> Numbers:
     """Run the parts; their numbers by name, and what they come to at the top. `so_far` gets what
     there is after each part; a part that fails is named under `failed`, and the others go on."""
     report: Numbers = {"bench": "evaluate", "traces": list(traces)}
-    report |= {"failed": {}, "took_s": {}, "load": {}}
+    report |= {"failed": {}, "took_s": {}, "load": {}, "plain_twice": plain_twice}
     lines = max((questions.chat_lines(), *traces.values()), key=_per_second)
     run: dict[str, Callable[[], Any]] = {
         "calibration": questions.calibrate,
         "pool": lambda: asyncio.run(beside_pool()),
-        "adaptive": lambda: asyncio.run(beside_plain(traces)),
+        "adaptive": lambda: asyncio.run(beside_plain(traces, plain_twice=plain_twice)),
         "scale": lambda: questions.scale(lines),
         "memory": lambda: questions.memory(traces),
         "layers": lambda: questions.layers(traces or {"chat": lines}),
@@ -416,10 +420,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help="(default: %(default)s)")
     parser.add_argument("--no-pool", action="store_true", help="start no real pool")
     parser.add_argument(
+        "--plain-twice",
+        action="store_true",
+        help="in `adaptive`, compare a plain pool with another, not with kvcast: what chance does",
+    )
+    parser.add_argument(
         "--docs", type=Path, metavar="DIR", help="write evaluation.md and its pictures there"
     )
     args = parser.parse_args(argv)
     parts = [part for part in args.parts.split(",") if not (args.no_pool and part in REAL)]
+    if args.plain_twice and args.docs:
+        parser.error("--plain-twice measures no kvcast: there is nothing to write of it")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     try:
@@ -433,7 +444,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             reports.write_json(args.json, report)
 
     report = evaluate(
-        traces, parts=parts, say=lambda text: print(text, file=sys.stderr), so_far=so_far
+        traces,
+        parts=parts,
+        plain_twice=args.plain_twice,
+        say=lambda text: print(text, file=sys.stderr),
+        so_far=so_far,
     )
     so_far(report)
     if args.docs:

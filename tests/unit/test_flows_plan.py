@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,8 @@ from kvcast.simulation.flows.scenarios import (
     requests_of,
     serve_all,
 )
+from kvcast.topologies.pool import PoolOptions
+from kvcast.topologies.star import Star
 from kvcast.workloads.traces import TraceLine
 
 
@@ -345,6 +350,29 @@ def test_two_pools_play_all_of_a_stream_in_turns_and_each_piece_from_its_start()
     assert sum(gaps) <= stream[-1].time_s
 
 
+@pytest.mark.parametrize("twice", [False, True])
+async def test_chance_is_measured_by_two_plain_pools(
+    monkeypatch: pytest.MonkeyPatch, twice: bool
+) -> None:
+    plain: list[bool] = []
+
+    @contextlib.asynccontextmanager
+    async def pool(star: Star, options: PoolOptions) -> AsyncIterator[Any]:
+        plain.append(options.plain)
+        yield SimpleNamespace(sockets={host.node_id: Path("none") for host in star.hosts})
+
+    monkeypatch.setattr(evaluate, "Pool", pool)
+    monkeypatch.setattr("kvcast.simulation.flows.questions.bystanders", lambda _traces: {})
+    assert await evaluate.beside_plain({}, plain_twice=twice) == []
+    assert plain == [True, twice]
+
+
+def test_two_plain_pools_give_no_document(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        evaluate.main(["--plain-twice", "--docs", "nowhere"])
+    assert "measures no kvcast" in capsys.readouterr().err
+
+
 def test_a_trace_whose_prompts_have_nothing_in_common_has_no_bystanders() -> None:
     alone = [TraceLine(float(n * 100), 512, 1, [n]) for n in range(50)]
     assert set(questions.bystanders({"mine": alone})) == {"chat"}
@@ -368,7 +396,10 @@ def test_the_document_says_beside_what_it_costs_within_which_range(tmp_path: Pat
     report["adaptive"] = [row | {"p99_over_plain_low": 1.05}]
     evaluate_document.write(report, tmp_path)
     assert "So it costs `chat` (p99) something." in (tmp_path / "evaluation.md").read_text()
-    report["adaptive"] = [row | {"each_over_plain_low": 1.001}]
+    report["adaptive"] = [row | {"each_over_plain_low": 1.009}]
+    evaluate_document.write(report, tmp_path)
+    assert "no cost can be told from chance" in (tmp_path / "evaluation.md").read_text()
+    report["adaptive"] = [row | {"each_over_plain_low": 1.011}]
     evaluate_document.write(report, tmp_path)
     assert "costs `chat` (each get) something." in (tmp_path / "evaluation.md").read_text()
 
