@@ -122,8 +122,6 @@ def trace_of_file(path: str) -> Trace:
     """A trace in Mooncake's form; WorkloadError with line and field if it is none. How many tokens
     a full block has is what the densest prompt needs."""
     lines: list[TraceLine] = [line for line in read_trace(path) if line.hash_ids]
-    if not lines:
-        raise WorkloadError(f"{path}: no request in it has hash_ids")
     full = max(1, max(math.ceil(line.input_length / len(line.hash_ids)) for line in lines))
     prompts = ((line.timestamp / 1000, line.hash_ids, line.input_length) for line in lines)
     return _trace(Path(path).name, prompts, full)

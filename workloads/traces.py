@@ -57,8 +57,8 @@ def read_trace(path: str | Path) -> list[TraceLine]:
                     raise WorkloadError(f"{path}, line {number}: {_explain(error)}") from error
     except OSError as error:
         raise WorkloadError(f"{path}: {error.strerror or error}") from error
-    if not lines:
-        raise WorkloadError(f"{path}: no request in it")
+    if not any(line.hash_ids for line in lines):
+        raise WorkloadError(f"{path}: no request in it that has a block (hash_ids)")
     return sorted(lines, key=lambda line: line.timestamp)
 
 

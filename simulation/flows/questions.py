@@ -283,6 +283,10 @@ def chat_lines(seconds: float = 3600.0, nodes: int = 16, seed: int = 1) -> list[
     return lines
 
 
+_SLICE_READS = 1e6
+"""What a run takes in memory grows with its reads."""
+
+
 def scale(
     lines: Sequence[TraceLine],
     *,
@@ -298,16 +302,17 @@ def scale(
     """An hour of a trace on ten thousand hosts behind leaves and spines, each with as much to do
     as one of `nodes_of_trace` hosts would have with the trace alone.
 
-    Every slice of simulated time is a run of its own, which begins with empty queues; a fetch
-    takes milliseconds. It ends early, though not before the first, if `budget_s` is spent:
-    `simulated_s` says how much was simulated, and `extrapolated` whether what an hour takes is
-    reckoned from less than that.
+    Every slice of simulated time, `slice_s` or what has a million reads, is a run of its own, which
+    begins with empty queues; a fetch takes milliseconds. It ends early, though not before the
+    first, if `budget_s` is spent: `simulated_s` says how much was simulated, and `extrapolated`
+    whether what an hour takes is reckoned from less than that.
     """
     fabric = leaf_spine(hosts, link_gbps * 1e9)
     options = FOR_MILLIONS
     copies = TraceCopies(
         lines, hosts, block_bytes, copies=max(1, hosts // nodes_of_trace), seed=seed
     )
+    slice_s = min(slice_s, _SLICE_READS / max(1.0, copies.reads_per_s))
     totals = dict.fromkeys(("reads", "requests", "home", "passes", "joined", "collisions"), 0)
     processors = Counter[str]()
     busiest_host = 0.0

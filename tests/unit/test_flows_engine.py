@@ -30,6 +30,7 @@ from kvcast.simulation.flows.questions import chat_lines, incast
 from kvcast.simulation.flows.scenarios import Scenario, demand_for, groups_demand
 from kvcast.workloads import generators
 from kvcast.workloads.generators import WorkloadOptions
+from kvcast.workloads.traces import TraceLine
 
 GBPS = 100e9
 BLOCK = 2 << 20
@@ -281,6 +282,13 @@ def test_copies_of_a_trace_ask_for_the_same_blocks_only_where_they_share_a_libra
     assert len(np.unique(joint.read_block)) < len(np.unique(apart.read_block)) / 4
     assert (np.diff(apart.request_at) >= 0).all()
     assert (apart.read_home != apart.read_node).all()
+
+
+def test_a_trace_without_length_comes_once_a_minute() -> None:
+    lines = [TraceLine(7.0, 512, 1, [1, 2]) for _ in range(3)]
+    copies = TraceCopies(lines, 256, 65536, copies=10)
+    assert copies.reads_per_s == 10 * 4 / 60
+    assert len(copies.between(0, 600).request_at) == 10 * 3 * 10
 
 
 def test_slices_of_a_trace_make_the_whole() -> None:

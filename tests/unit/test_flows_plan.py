@@ -254,6 +254,33 @@ def test_an_hour_of_many_hosts_is_simulated_in_slices() -> None:
     assert report["unsettled"] < 0.01
 
 
+def test_a_slice_of_a_dense_trace_is_short() -> None:
+    lines = [TraceLine(60.0 * n, 512, 1, [0, *range(1, 9)]) for n in range(1000)]
+    report = questions.scale(lines, hosts=20480, seconds=0.01, nodes_of_trace=8)
+    assert 200_000 < report["reads"] < 1_500_000
+    assert report["simulated_s"] < 10, "more reads than a run takes"
+
+
+def test_ten_thousand_hosts_play_the_densest_trace_in_which_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def trace(count: int, apart_ms: float, distinct: int) -> list[TraceLine]:
+        return [TraceLine(n * apart_ms, 512, 1, [n % distinct]) for n in range(count)]
+
+    traces = {
+        "nothing read twice": trace(10_000, 1.0, 10_000),
+        "one moment": trace(60, 0.0, 1),
+        "sparse": trace(600, 1000.0, 1),
+        "dense": trace(6000, 100.0, 1),
+    }
+    played: list[object] = []
+    monkeypatch.setattr(questions, "scale", lambda lines: played.append(lines) or {})
+    for names in (list(traces), list(traces)[:-1]):
+        evaluate.evaluate({name: traces[name] for name in names}, parts=["scale"])
+    assert played[0] is traces["dense"]
+    assert played[1] not in traces.values(), "chats, which are denser than what is left"
+
+
 def test_an_hour_that_was_not_simulated_whole_says_so() -> None:
     lines = questions.chat_lines(60.0)
     report = questions.scale(lines, hosts=64, seconds=40.0, slice_s=20.0, budget_s=1e-9)
