@@ -291,14 +291,16 @@ def _memory_in_short(memory: Sequence[Numbers]) -> str:
     """What the controller's policy makes of switch memory, of the middle size."""
     slots = sorted({row["slots"] for row in memory})
     middle = slots[len(slots) // 2]
-    rows = [r for r in memory if r["slots"] == middle and sum(r["optimum_reads"].values())]
+    rows = [r for r in memory if r["slots"] == middle and sum(r["optimum_segments"].values())]
     if not rows:
         return "**The switch's memory** answers nothing here: no block is read again."
     told = ", ".join(
         f"`{r['stream']}` {r['hit_share']['value']:.1%} of {r['hit_share']['optimum']:.1%}"
         for r in rows
     )
-    parts = {part: sum(r["optimum_reads"][part] for r in rows) for part in rows[0]["optimum_reads"]}
+    parts = {
+        part: sum(r["optimum_segments"][part] for r in rows) for part in rows[0]["optimum_segments"]
+    }
     whole = sum(parts.values())
     return (
         f"**The switch's memory** ({middle} slots) answers a part of what an optimum that knows "
@@ -697,24 +699,26 @@ def _frontier_picture(report: Numbers) -> bytes:
 def _memory(report: Numbers) -> str:
     rows = report["memory"]
     names = list(rows[0]["hit_share"])
-    again = [r for r in rows if sum(r["optimum_reads"].values())]
+    again = [r for r in rows if sum(r["optimum_segments"].values())]
     never = [
         f"`{name}`"
         for name in dict.fromkeys(r["stream"] for r in rows)
         if name not in {r["stream"] for r in again}
     ]
-    parts = list(rows[0]["optimum_reads"])
+    parts = list(rows[0]["optimum_segments"])
     others = any(r["value_over_best_online"] is not None for r in rows)
     return "\n".join(
         [
             "## What belongs in the switch's memory",
             "",
-            "Here 16 nodes each keep what they have read, and read blocks of one segment. Reads "
-            "that share an answer anyway (within 100 ms) are left out. *value* is the controller's "
-            "code, with its reports, digests and fills. The *optimum* knows the future: it is "
-            "Belady's rule with the right to let blocks pass.",
+            "Here 16 nodes each keep what they have read, and read blocks of one segment, or of 1, "
+            "2, 4 and 8 (*sizes mixed*). Reads that share an answer anyway (within 100 ms) are "
+            "left out. *value* is the controller's code, with its reports, digests and fills. The "
+            "*optimum* knows the future: it is Belady's rule with the right to let blocks pass. "
+            "Where sizes are mixed it is a bound that no policy reaches (PFOO-U: Berger, Beckmann, "
+            "Harchol-Balter, SIGMETRICS 2018), so ratios are lower there than they should be.",
             "",
-            "The first table says what becomes of the optimum's hits, in reads:",
+            "The first table says what becomes of the optimum's hits, in segments read:",
             "",
             "- *value*: the controller answers them, too;",
             "- *the control loop*: our code would answer them, if it were told of each read within "
@@ -728,7 +732,7 @@ def _memory(report: Numbers) -> str:
             "These reads come before that; no controller beside the switch can have them.",
             "",
             table(
-                ("stream", "slots", "reads", "optimum", *parts, "value/optimum",
+                ("stream", "slots", "segments", "optimum", *parts, "value/optimum",
                  "best online/optimum", "value/best online", "value/best as a switch fills",
                  "value/best told as late",
                  "value/reachable optimum"),
@@ -736,9 +740,9 @@ def _memory(report: Numbers) -> str:
                     (
                         r["stream"],
                         r["slots"],
-                        r["reads"],
-                        sum(r["optimum_reads"].values()),
-                        *r["optimum_reads"].values(),
+                        r["segments"],
+                        sum(r["optimum_segments"].values()),
+                        *r["optimum_segments"].values(),
                         *(
                             _ratio(r[ratio])
                             for ratio in (
@@ -812,14 +816,15 @@ _PART_COLOURS = {
 
 
 def _memory_picture(report: Numbers) -> bytes:
-    rows = [r for r in report["memory"] if sum(r["optimum_reads"].values())]
+    rows = [r for r in report["memory"] if sum(r["optimum_segments"].values())]
 
     def fill(figure: Any) -> None:
         axes = figure.subplots(1, 1)
         below = [0.0] * len(rows)
         for part, colour in _PART_COLOURS.items():
             shares = [
-                100 * r["optimum_reads"][part] / sum(r["optimum_reads"].values()) for r in rows
+                100 * r["optimum_segments"][part] / sum(r["optimum_segments"].values())
+                for r in rows
             ]
             label = "value (the controller's policy)" if part == "value" else part
             axes.bar(range(len(rows)), shares, bottom=below, color=colour, label=label)

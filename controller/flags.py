@@ -271,13 +271,13 @@ class AdmissionFlags:
         "how far ahead reads are expected", default=ValueOptions.horizon_s, low=0.1, high=86400
     )
     min_reads: float = option(
-        "reads expected over the horizon below which a block is not given free slots",
+        "reads of a block expected over the horizon below which it is not given free slots",
         default=ValueOptions.min_reads,
         parse=number(0, 1e18),
         unit="reads",
     )
     displace_reads: float = option(
-        "reads expected over the horizon below which a block does not displace others",
+        "reads of a block expected over the horizon below which it does not displace others",
         default=ValueOptions.displace_reads,
         parse=number(0, 1e18),
         unit="reads",

@@ -24,9 +24,10 @@ It is of use to more prompts, and without it the deeper ones are of no use.
 
 One of two *rules* holds; `ghosts` finds out which.
 
-- `value` has hysteresis. A block is given free slots if `min_reads` reads of it are expected. It
-  displaces others if `displace_reads` are expected, and if it is worth `margin` times the sum of
-  their values. A resident is safe for `min_stay_s`.
+- `value` has hysteresis. A block is given free slots if `min_reads` reads of it are expected (READs
+  of each of its segments: a large block takes more of them). It displaces others if
+  `displace_reads` are expected, and if it is worth `margin` times the sum of their values. A
+  resident is safe for `min_stay_s`.
 - `recent` has none. The block that was read last is worth the most, and displaces those that were
   read before it.
 
@@ -90,8 +91,8 @@ class ValueOptions:
       time, where many reads are heard of.
     - `horizon_s`: how far ahead reads are expected. It is for `half_life_s`, and shrinks with the
       half-life.
-    - `min_reads`, `displace_reads`: READs of the block's segments that must be expected within the
-      horizon to be given free slots, or the slots of others.
+    - `min_reads`, `displace_reads`: READs of each of the block's segments that must be expected
+      within the horizon to be given free slots, or the slots of others.
     - `margin`: by what factor a block must be worth more than its victims.
     - `keep_value`: in bytes saved a cell. Of an evicted block that is worth as much, the controller
       makes sure that it lives in DRAM.
@@ -172,7 +173,7 @@ class Look(NamedTuple):
     value: float
     """Bytes that each cell saves within the horizon."""
     expected_reads: float
-    """READs of the block's segments that are expected within the horizon."""
+    """READs of each of the block's segments that are expected within the horizon."""
     depth: int
     """Blocks before it in its prefix."""
 
@@ -303,7 +304,7 @@ class HeatMap:
         count = max(self._switch_reads[row], self._home_reads[row])
         rank = math.log2(count / self._segments[row]) if count > 0 else -inf
         rank += self._age(now)
-        enough = count * self._reads_a_count >= options.displace_reads
+        enough = count / self._segments[row] * self._reads_a_count >= options.displace_reads
         displaces = rank - math.log2(options.margin) if enough else -inf
         return {Rule.VALUE: Standing(rank, displaces), Rule.RECENT: Standing(now, now)}
 
@@ -396,15 +397,16 @@ class HeatMap:
         return decays
 
     def _expected(self, now: float, rows: Rows, rule: Rule) -> Floats:
-        """READs of each row's block that are expected within the horizon. Under `recent`: inf for a
-        block that was read within the last horizon, else 0."""
+        """READs of each segment of each row's block that are expected within the horizon. Under
+        `recent`: inf for a block that was read within the last horizon, else 0."""
         if rule is Rule.RECENT:
             recent = now - np.frombuffer(self._read_at)[rows] <= self._options.horizon_s
             return np.where(recent, inf, 0.0)
         counts = np.maximum(
             np.frombuffer(self._switch_reads)[rows], np.frombuffer(self._home_reads)[rows]
         )
-        return counts * self._decays(now, rows) * self._reads_a_count
+        segments = np.frombuffer(self._segments, np.int64)[rows]
+        return counts / segments * self._decays(now, rows) * self._reads_a_count
 
     def _values(self, now: float, rows: Rows, rule: Rule) -> Floats:
         """Bytes that each cell saves within the horizon, of each row's block. Under `recent`: a
@@ -415,9 +417,8 @@ class HeatMap:
         segments = np.frombuffer(self._segments, np.int64)[rows]
         size_bytes = np.frombuffer(self._size_bytes, np.int64)[rows]
         bytes_a_read = np.where(size_bytes > 0, size_bytes / segments, SEGMENT_BYTES)
-        cells = segments * CHUNKS_PER_SEGMENT
         factor = 1 + np.log2(np.maximum(fan_out, 1.0)) / 2
-        return self._expected(now, rows, rule) * factor * bytes_a_read / cells
+        return self._expected(now, rows, rule) * factor * bytes_a_read / CHUNKS_PER_SEGMENT
 
     def look_at(self, blocks: Iterable[BlockId], now: float) -> dict[BlockId, Look]:
         """What is known of each block; an unknown one has value, reads and depth 0."""

@@ -378,7 +378,8 @@ def stream_of(requests: Sequence[Request], nodes: int, block_bytes: int) -> resi
 def memory_streams(
     traces: Mapping[str, Sequence[TraceLine]], *, nodes: int = 16, reads: int = 2000, seed: int = 1
 ) -> dict[str, residency.Stream]:
-    """The reads of every workload and trace, blocks of one segment."""
+    """The reads of every workload and trace, blocks of one segment; and those of chats and traces
+    once more, *sizes mixed*: as if models of several sizes shared the switch."""
     from kvcast.workloads.traces import trace_requests
 
     options = WorkloadOptions(nodes=nodes, seed=seed, rate_per_s=4.0, prefix_blocks=8)
@@ -399,6 +400,10 @@ def memory_streams(
             requests_at_most=1 << 20,
         )
         streams[name] = stream_of(requests, nodes, SEGMENT_BYTES)
+    rng = np.random.default_rng(seed)
+    for name in ("chat", *traces):
+        sizes = SEGMENT_BYTES << rng.integers(0, 4, len(streams[name].block_bytes))
+        streams[f"{name}, sizes mixed"] = replace(streams[name], block_bytes=sizes)
     return streams
 
 
@@ -419,8 +424,9 @@ def memory(traces: Mapping[str, Sequence[TraceLine]]) -> list[Numbers]:
                     "stream": name,
                     "slots": slots,
                     "reads": len(stream.at),
+                    "segments": total // SEGMENT_BYTES,
                     "hit_share": {k: round(v / max(1, total), 4) for k, v in hits.items()},
-                    "optimum_reads": {
+                    "optimum_segments": {
                         what: hit_bytes // SEGMENT_BYTES
                         for what, hit_bytes in residency.parts_of_optimum(hits).items()
                     },

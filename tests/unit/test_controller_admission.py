@@ -91,15 +91,13 @@ class PlainHeat:
     def expected(self, name: BlockId, now: float) -> float:
         heat = self.touch(name, now)
         rate = max(heat["switch"], heat["home"]) * math.log(2) / OPTIONS.half_life_s
-        return rate * OPTIONS.horizon_s
+        return rate * OPTIONS.horizon_s / heat["segments"]
 
     def value(self, name: BlockId, now: float) -> float:
         heat = self.touch(name, now)
         bytes_a_read = heat["size"] / heat["segments"] if heat["size"] else SEGMENT_BYTES
-        return (
-            self.expected(name, now) * (1 + math.log2(heat["fan"]) / 2) * bytes_a_read
-            / (heat["segments"] * 64)
-        )  # fmt: skip
+        reads = self.expected(name, now) * heat["segments"]
+        return reads * (1 + math.log2(heat["fan"]) / 2) * bytes_a_read / (heat["segments"] * 64)
 
 
 EVENTS = st.lists(
@@ -291,6 +289,19 @@ def test_a_read_or_two_are_worth_a_free_slot_but_nobody_elses() -> None:
         assert not choice.evict
     assert choice.refused[0][1] == "1.4 reads expected, too few to displace others"
     assert heat.best(2, 0.0, without=()) == [block(2)]
+
+
+def test_a_large_block_that_was_read_twice_displaces_nobody_though_it_took_many_reads() -> None:
+    size = 8 * SEGMENT_BYTES
+    holders = [holder(number) for number in range(8)]
+    little = dict.fromkeys(range(8), 0.1)
+    heat = heat_with({9: 8 * 2, **little}, size=size)
+    choice = chosen([contender(9, size)], holders, heat=heat)
+    assert not choice.evict
+    assert choice.refused[0][1] == "1.4 reads expected, too few to displace others"
+    heat = heat_with({9: 8 * 3, **little}, size=size)
+    choice = chosen([contender(9, size)], holders, heat=heat)
+    assert len(choice.evict) == 8, "it was read three times"
 
 
 def test_two_blocks_of_about_one_value_do_not_take_turns() -> None:

@@ -184,12 +184,13 @@ def memory_row(stream: str, value: int, before_the_fill: int, **ratios: Any) -> 
         "stream": stream,
         "slots": 128,
         "reads": 100,
+        "segments": 100,
         "hit_share": {
             "value": value / 100,
             "reachable optimum": value / 100,
             "optimum": (value + before_the_fill) / 100,
         },
-        "optimum_reads": {"value": value, **parts, "before the fill": before_the_fill},
+        "optimum_segments": {"value": value, **parts, "before the fill": before_the_fill},
         **dict.fromkeys(RATIOS, None),
         **ratios,
     }

@@ -76,6 +76,18 @@ def test_the_controllers_policy_serves_a_block_that_is_read_again_and_again() ->
     assert hits[6:].all()
 
 
+@pytest.mark.parametrize("segments", [1, 4, 32])
+def test_what_is_read_again_stays_among_blocks_of_its_size_that_are_read_once(
+    segments: int,
+) -> None:
+    again = [0, 1] * 150
+    once = range(2, 302)
+    blocks = [block for pair in zip(again, once, strict=True) for block in pair]
+    reads = stream(blocks, 0.5, [segments * SEGMENT_BYTES] * 302)
+    hits = residency.value(reads, 3 * segments)
+    assert hits[reads.block < 2].mean() > 0.8
+
+
 def test_a_block_larger_than_the_memory_is_never_served() -> None:
     reads = stream([0] * 20, sizes=[3 * SEGMENT_BYTES])
     assert not residency.value(reads, slots=2).any()
