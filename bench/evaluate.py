@@ -32,13 +32,14 @@ Fields of the report:
   | `value_over_optimum_min` | an optimum that knows the future |
   | `value_over_optimum_after_fill_min` | that of the reads that a controller can have answered |
   | `value_over_reachable_optimum_min` | the same, where it hears of reads as late as in a pool |
-  | `value_over_reachable_min` | the same, of the rows with enough to win (`WORTH_COMPARING`) |
   | `value_over_best_online_min` | the best policy of others, told of each read, filling at once |
-  | `value_over_best_told_as_late_min` | theirs, told when ours is, filled as in a switch |
+  | `value_over_reachable_min` | the reachable optimum |
+  | `value_over_best_told_as_late_min` | the best of others, told as late, filled as in a switch |
   | `value_over_best_as_a_switch_fills_min` | theirs, told of each read, filled as in a switch |
 
-  The last two are no bounds: ours is another rule, and is above 1 where it does better. The last
-  three are null where the extra `policies` is not installed.
+  The last three are of the rows with enough to win (`WORTH_COMPARING`), the last two no bounds:
+  ours is another rule, and is above 1 where it does better. Those of others are null where the
+  extra `policies` is not installed.
 - `best_online_over_optimum_min`: the best policy that does not know the future, ours among them,
   over the optimum, if it is told of each read and fills at once.
 - `hosts_max`.
@@ -384,26 +385,20 @@ def headline(report: Numbers) -> Numbers:
     for row in report.get("adaptive") or ():
         top |= {f"{row['stream']}_{k}": v for k, v in row.items() if "_over_plain" in k}
     if memory := report.get("memory"):
-        for ratio in (
-            "value_over_optimum",
-            "best_online_over_optimum",
-            "value_over_best_online",
-            "value_over_optimum_after_fill",
-            "value_over_reachable_optimum",
-            "value_over_best_as_a_switch_fills",
-            "value_over_best_told_as_late",
+        enough = [r for r in memory if r["hit_share"]["reachable optimum"] >= WORTH_COMPARING]
+        for field, ratio, rows in (
+            ("value_over_optimum", "value_over_optimum", memory),
+            ("best_online_over_optimum", "best_online_over_optimum", memory),
+            ("value_over_best_online", "value_over_best_online", memory),
+            ("value_over_optimum_after_fill", "value_over_optimum_after_fill", memory),
+            ("value_over_reachable_optimum", "value_over_reachable_optimum", memory),
+            ("value_over_reachable", "value_over_reachable_optimum", enough),
+            ("value_over_best_as_a_switch_fills", "value_over_best_as_a_switch_fills", enough),
+            ("value_over_best_told_as_late", "value_over_best_told_as_late", enough),
         ):
             # None where the other policies are not installed.
-            known = [row[ratio] for row in memory if row[ratio] is not None]
-            top[f"{ratio}_min"] = min(known, default=None)
-        top["value_over_reachable_min"] = min(
-            (
-                row["value_over_reachable_optimum"]
-                for row in memory
-                if row["hit_share"]["reachable optimum"] >= WORTH_COMPARING
-            ),
-            default=None,
-        )
+            known = [row[ratio] for row in rows if row[ratio] is not None]
+            top[f"{field}_min"] = min(known, default=None)
     if scale := report.get("scale"):
         top["hosts_max"] = scale["hosts"]
         top["seconds_per_simulated_hour_10k"] = scale["seconds_per_hour"]

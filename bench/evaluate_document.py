@@ -288,7 +288,9 @@ def _what_else(report: Numbers) -> list[str]:
 
 
 def _memory_in_short(memory: Sequence[Numbers]) -> str:
-    """What the controller's policy makes of switch memory, of the middle size."""
+    """What the controller's policy makes of switch memory, of the middle size, where the optimum
+    is more than a bound."""
+    memory = [r for r in memory if r["optimum_is_exact"]]
     slots = sorted({row["slots"] for row in memory})
     middle = slots[len(slots) // 2]
     rows = [r for r in memory if r["slots"] == middle and sum(r["optimum_segments"].values())]

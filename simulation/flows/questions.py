@@ -425,6 +425,7 @@ def memory(traces: Mapping[str, Sequence[TraceLine]]) -> list[Numbers]:
                     "slots": slots,
                     "reads": len(stream.at),
                     "segments": total // SEGMENT_BYTES,
+                    "optimum_is_exact": len(np.unique(stream.bytes)) <= 1,
                     "hit_share": {k: round(v / max(1, total), 4) for k, v in hits.items()},
                     "optimum_segments": {
                         what: hit_bytes // SEGMENT_BYTES

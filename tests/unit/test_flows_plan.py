@@ -165,7 +165,8 @@ def test_the_headline_is_the_worst_case() -> None:
             dict.fromkeys(RATIOS, 1.0)
             | {"value_over_best_online": 0.4, "hit_share": {"reachable optimum": 0.9}},
             dict.fromkeys(RATIOS, 1.0)
-            | {"value_over_reachable_optimum": 0.1, "hit_share": {"reachable optimum": 0.019}},
+            | {"value_over_reachable_optimum": 0.1, "value_over_best_told_as_late": 0.0}
+            | {"hit_share": {"reachable optimum": 0.019}},
         ],
     }
     top = evaluate.headline(report)
@@ -176,6 +177,7 @@ def test_the_headline_is_the_worst_case() -> None:
     assert top["value_over_best_online_min"] == 0.4
     assert top["value_over_reachable_optimum_min"] == 0.1
     assert top["value_over_reachable_min"] == 0.5, "of next to nothing, all or none is no ratio"
+    assert top["value_over_best_told_as_late_min"] == 0.5
 
 
 def memory_row(stream: str, value: int, before_the_fill: int, **ratios: Any) -> dict[str, Any]:
@@ -185,6 +187,7 @@ def memory_row(stream: str, value: int, before_the_fill: int, **ratios: Any) -> 
         "slots": 128,
         "reads": 100,
         "segments": 100,
+        "optimum_is_exact": True,
         "hit_share": {
             "value": value / 100,
             "reachable optimum": value / 100,
@@ -198,6 +201,7 @@ def memory_row(stream: str, value: int, before_the_fill: int, **ratios: Any) -> 
 
 def test_the_document_says_what_becomes_of_the_optimums_hits(tmp_path: Path) -> None:
     rows = [memory_row("chat", 30, 10, value_over_optimum=0.75), memory_row("storm", 0, 0)]
+    rows.append(memory_row("a bound", 0, 90) | {"optimum_is_exact": False})
     assert evaluate.headline({"memory": rows})["value_over_optimum_min"] == 0.75
     assert evaluate.headline({"memory": rows})["value_over_best_online_min"] is None
     evaluate_document.write({"memory": rows, "took_s": {}, "traces": []}, tmp_path)
