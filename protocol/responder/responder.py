@@ -524,9 +524,13 @@ class Responder:
         return self._job_count
 
     def take_heat(self, limit: int) -> list[BlockHeat]:
-        """The `limit` most-read blocks since the last call, most-read first; counting starts
-        anew."""
-        hottest = heapq.nlargest(limit, self._heat.items(), key=lambda item: item[1].reads)
+        """The `limit` blocks of which each segment was read most since the last call, most-read
+        first; counting starts anew."""
+
+        def reads_a_segment(item: tuple[BlockId, _Heat]) -> float:
+            return item[1].reads / CELLS.segments_of(item[1].size)
+
+        hottest = heapq.nlargest(limit, self._heat.items(), key=reads_a_segment)
         self._heat.clear()
         return [
             BlockHeat(block, heat.reads, heat.readers.bit_count(), heat.size, heat.digest)

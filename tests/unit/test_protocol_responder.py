@@ -506,6 +506,15 @@ def test_heat_counts_reads_and_distinct_readers_and_forgets_the_coldest() -> Non
     assert responder.take_heat(10) == []
 
 
+def test_a_small_block_that_is_read_more_often_is_hotter_than_a_large_one() -> None:
+    responder = Responder(ResponderConfig(), lookup=lambda _block: None)
+    small, large = (BlockId(3, bytes([number]) * 16) for number in range(2))
+    for _ in range(2):
+        responder.note_heat(1, small, wire.SEGMENT_BYTES, 7)
+    responder.note_heat(1, large, 8 * wire.SEGMENT_BYTES, 8, segments=8)
+    assert [(h.block, h.reads) for h in responder.take_heat(1)] == [(small, 2)]
+
+
 class Pair:
     """Two readers that ask, 5 ms apart, for the same small blocks of one home."""
 
