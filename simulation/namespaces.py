@@ -51,6 +51,9 @@ class Operator:
         """The controller that has deleted it;"""
         self._gone_since: dict[int, int] = {}
         """The epoch from which on a number's blocks of before are gone."""
+        self._epochs_go_on = plan.controllers == 1
+        """Whether of two maps the one of the higher epoch is the later: neither of two controllers
+        that do not count together, nor of one that has lost its state, and begins anew."""
 
     @property
     def acts(self) -> bool:
@@ -60,6 +63,7 @@ class Operator:
     def state_lost(self) -> None:
         """A controller that knows nothing of deletions has taken over: what lies anywhere of a
         namespace that it makes again counts as that namespace's."""
+        self._epochs_go_on = False
         self._pending.clear()
         self._gone_since.clear()
         self._gone_by.clear()
@@ -151,7 +155,7 @@ class Operator:
         pool = agent.core.pool
         if pool is None:
             return False
-        if self._plan.controllers > 1:  # which do not count epochs together
+        if not self._epochs_go_on:
             return number in pool.deleted
         return pool.epoch >= self._gone_since.get(number, pool.epoch + 1)
 
