@@ -67,7 +67,7 @@ from kvcast.bench.replay import NodeLink, Replay, ReplayOptions, links_to
 from kvcast.service import provenance, reports
 from kvcast.service.commands import EXIT_FAILED, EXIT_OK
 from kvcast.simulation.flows import questions
-from kvcast.simulation.flows.demand import NS, Demand, as_begun, demand_of
+from kvcast.simulation.flows.demand import NS, ROUND_S, Demand, as_begun, demand_of
 from kvcast.simulation.flows.scenarios import WORKLOADS
 from kvcast.topologies.pool import Pool, PoolOptions
 from kvcast.topologies.star import Star
@@ -101,9 +101,9 @@ _PIECES = 6
 """Of a stream in `beside_plain`: both pools play one before either plays the next, so that a
 machine that gets slower, or is busy with other things, harms both."""
 _GETS = 600
+"""As many as are to be compared of a stream: a short trace has few,"""
 _ROUNDS = 4
-"""A stream is played so many times at most, as other tenants', until so many gets can be compared:
-a short trace has few."""
+"""and is played again, as another tenant's, so many times in all at most."""
 _DRAWS = 400
 """Of gets, for the range that a ratio is in."""
 _NEIGHBOURS = 8
@@ -359,9 +359,9 @@ def evaluate(
 
 
 def _per_second(lines: list[TraceLine]) -> float:
-    """How dense a trace is; the densest is what ten thousand hosts are given, once a minute at
-    most."""
-    return len(lines) / max(60.0, (lines[-1].timestamp - lines[0].timestamp) / 1000)
+    """How dense a trace is that goes round and round (`TraceCopies`); the densest is what ten
+    thousand hosts are given."""
+    return len(lines) / max(ROUND_S, (lines[-1].timestamp - lines[0].timestamp) / 1000)
 
 
 def _is_read(lines: list[TraceLine]) -> bool:

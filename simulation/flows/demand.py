@@ -134,15 +134,16 @@ def demand_of(
     )
 
 
-_ROUND_S = 60.0
+ROUND_S = 60.0
+"""How long a trace takes at least before it is played again."""
 
 
 class TraceCopies:
     """A trace that many groups of users play at once, each begun at a place of its own.
 
-    The trace goes round and round, each time with new blocks, and at most once a minute: how often
-    what is shorter would come, it does not say. `shared`: this share of the groups
-    use the blocks of group 0, at their own times (one prompt library); the others have nothing in
+    The trace goes round and round, each time with new blocks, and no sooner than after `ROUND_S`:
+    how often what is shorter would come, it does not say. `shared`: this share of the groups use
+    the blocks of group 0, at their own times (one prompt library); the others have nothing in
     common. Requests go to nodes by turns. There are so many nodes that a node hardly ever gets a
     block a second time: each use of a block but its first is a read (a property of this class, to
     be kept in mind with few nodes).
@@ -163,7 +164,7 @@ class TraceCopies:
         self.nodes, self.block_bytes, self.copies = nodes, block_bytes, copies
         self._at = np.array([line.timestamp for line in lines], np.float64) * 1e6
         self._at = self._at - self._at[0]
-        self._span = max(_ROUND_S * NS, float(self._at[-1]) * (1 + 1 / len(lines)))
+        self._span = max(ROUND_S * NS, float(self._at[-1]) * (1 + 1 / len(lines)))
         ids = [np.array(list(dict.fromkeys(line.hash_ids)), np.int64) for line in lines]
         lengths = np.array([len(one) for one in ids])
         _, flat = np.unique(np.concatenate(ids), return_inverse=True)
