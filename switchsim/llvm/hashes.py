@@ -265,15 +265,17 @@ def _adjoin(a: _Piece, b: _Piece) -> bool:
 
 @native
 def csum16(data: Ptr[U32], length: U64) -> U64:
-    """RFC 1071, which does not mind the order of bytes: the machine's words, swapped at the end."""
+    """RFC 1071, which does not mind the order of bytes: the machine's words, swapped at the end.
+
+    It runs twice a frame, so it is short enough for LLVM to inline, and folds without a loop: the
+    upper half of a number and its halves swapped is their sum with the end-around carry."""
     total = 0
     for n in range((length + 3) // 4):
         total += data[n]
-    total = (total & 0xFFFFFFFF) + (total >> 32)
-    for _ in range(3):
-        total = (total & 0xFFFF) + (total >> 16)
-    total ^= 0xFFFF
-    return (total & 0xFF) << 8 | total >> 8
+    total = (total + (total << 32 | total >> 32)) >> 32
+    total = (total & 0xFFFF) + (total >> 16)
+    total = ~(total + (total >> 16))
+    return (total & 0xFF) << 8 | (total >> 8) & 0xFF
 
 
 def _identity(f: Function) -> None:

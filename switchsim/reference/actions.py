@@ -422,12 +422,12 @@ class Actions:
         Fields of invalid headers are skipped, as BMv2 does.
         """
         layout = self.layout
-        # (validity slot, value slot or -1 for a constant, width, constant, length slot or -1)
-        parts: list[tuple[int, int, int, int, int]] = []
+        # (validity slot, value slot, width, mask). A constant has no slots, and its value in place
+        # of the mask; a varbit has no width, and the slot of its length in place of the mask.
+        parts: list[tuple[int, int, int, int]] = []
         for item in items:
             if isinstance(item, ir.PackedConst):
-                mask = (1 << item.width) - 1
-                parts.append((-1, -1, item.width, item.value & mask, -1))
+                parts.append((-1, -1, item.width, item.value & ((1 << item.width) - 1)))
                 continue
             number = item.header
             if isinstance(item, ir.PackedHeader):
@@ -435,29 +435,26 @@ class Actions:
             else:
                 fields = [item]
             for ref in fields:
-                varbit = ref.field != ir.VALID and self._fields(number)[ref.field].varbit
-                length = layout.length_slot[number] if varbit else None
-                parts.append(
-                    (
-                        layout.valid[number],
-                        layout.slot(ref),
-                        layout.width(ref),
-                        0,
-                        -1 if length is None else length,
-                    )
-                )
+                width = layout.width(ref)
+                mask = (1 << width) - 1
+                if ref.field != ir.VALID and self._fields(number)[ref.field].varbit:
+                    length = layout.length_slot[number]
+                    assert length is not None
+                    width, mask = -1, length
+                parts.append((layout.valid[number], layout.slot(ref), width, mask))
 
         def pack(p: Phv, payload: bytes) -> bytes:
             value = bits = 0
-            for valid, slot, width, constant, length in parts:
+            for valid, slot, width, mask in parts:
                 if slot < 0:
-                    value = (value << width) | constant
-                elif p[valid]:
-                    if length >= 0:
-                        width = p[length]
-                    value = (value << width) | (p[slot] & ((1 << width) - 1))
-                else:
+                    value = value << width | mask
+                elif not p[valid]:
                     continue
+                elif width < 0:
+                    width = p[mask]
+                    value = value << width | p[slot] & ((1 << width) - 1)
+                else:
+                    value = value << width | p[slot] & mask
                 bits += width
             padding = -bits % 8
             return (value << padding).to_bytes((bits + padding) // 8) + payload

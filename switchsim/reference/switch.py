@@ -458,7 +458,8 @@ def _target(program: Program, layout: Layout) -> _Target:
 
 
 def _branch(condition: Callable[[Phv, Sequence[int]], bool], node: ir.Conditional) -> Node:
-    return lambda phv: node.if_true if condition(phv, ()) else node.if_false
+    yes, no = node.if_true, node.if_false
+    return lambda phv: yes if condition(phv, ()) else no
 
 
 def _call(run: Step, following: int | None) -> Node:
