@@ -90,7 +90,8 @@ demo: $(STAMP) ## eight inference nodes read the same prefixes, plainly and thro
 check: setup lint ## lint, types and the tests that are quick: what to run while you work
 	@$(IN_PARALLEL) -m 'not slow and not in_step' tests/unit tests/property tests/stf tests/simulation
 
-test: setup setup-shell lint ## lint, types and all tests but those below; what needs root or BMv2 skips without
+test: setup ## lint, types and all tests but those below; what needs root or BMv2 skips without
+	@$(MAKE) --no-print-directory --output-sync=target -j2 setup-shell lint
 	@$(IN_PARALLEL) -m 'not in_step and not mutation'
 	@$(BIN)/python -m pytest -m in_step --numprocesses 2 --dist worksteal
 

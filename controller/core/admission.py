@@ -260,7 +260,8 @@ class HeatMap:
         self._heard(reads)
         self._home_reads[row] += reads
         self._read_at[row] = now
-        self._fan_out[row] = max(self._fan_out[row], readers)
+        if readers > self._fan_out[row]:
+            self._fan_out[row] = readers
         if depth:
             self._depth[row] = depth
         self._size_bytes[row] = size_bytes
@@ -316,8 +317,7 @@ class HeatMap:
 
     def forget(self, namespaces: Collection[int]) -> None:
         """Forget the blocks of these namespaces."""
-        for block in [block for block in self._rows if block.namespace in namespaces]:
-            self._drop(block)
+        self._drop([block for block in self._rows if block.namespace in namespaces])
 
     def _age(self, now: float) -> float:
         """How many half-lives have passed by now."""
@@ -334,7 +334,7 @@ class HeatMap:
         return self._aged
 
     def _heard(self, reads: float) -> None:
-        if self._slots:
+        if self._slots and self._owed < 1.0:
             self._owed = min(1.0, self._owed + reads / max(self._slots, LEAST_FADE_READS))
 
     def _touch(self, block: BlockId, now: float) -> int:
@@ -377,20 +377,23 @@ class HeatMap:
     def _forget(self, now: float) -> None:
         count = max(1, self._limit // 8)
         values = self._values(now, _ALL, Rule.VALUE)  # at the bound no row is free
-        for row in np.argpartition(values, count - 1)[:count].tolist():
-            block = self._blocks[row]
-            assert block is not None
-            self._drop(block)
+        rows = np.argpartition(values, count - 1)[:count].tolist()
+        self._drop([block for row in rows if (block := self._blocks[row]) is not None])
         self.forgotten += count
 
-    def _drop(self, block: BlockId) -> None:
-        row = self._rows.pop(block)
-        self._blocks[row] = None
-        self._free.append(row)
-        self._switch_reads[row] = self._home_reads[row] = 0.0
-        self._read_at[row] = -inf
-        self._again[row] = -1
-        self._depth[row] = self._size_bytes[row] = 0
+    def _drop(self, blocks: Sequence[BlockId]) -> None:
+        rows = [self._rows.pop(block) for block in blocks]
+        if not rows:
+            return
+        self._free += rows
+        for row in rows:
+            self._blocks[row] = None
+        for reads in (self._switch_reads, self._home_reads):
+            np.frombuffer(reads)[rows] = 0.0
+        np.frombuffer(self._read_at)[rows] = -inf
+        np.frombuffer(self._again, np.int8)[rows] = -1
+        for number in (self._depth, self._size_bytes):
+            np.frombuffer(number, np.int64)[rows] = 0
 
     def _decays(self, now: float, rows: Rows) -> Floats:
         decays: Floats = np.exp2(np.frombuffer(self._at)[rows] - self._age(now))

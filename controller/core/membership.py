@@ -275,6 +275,8 @@ class Membership:
         """Let leases run out, and place the nodes whose time has come."""
         changed = False
         for node in self.nodes.values():
+            if node.standing is Standing.PLACED and now < node.lease_until:
+                continue  # as nearly all are
             if node.live and now >= node.lease_until:
                 changed |= self._die(node)
             elif self._waits(node) and self._may_be_placed(node, now):
