@@ -383,8 +383,6 @@ class HeatMap:
 
     def _drop(self, blocks: Sequence[BlockId]) -> None:
         rows = [self._rows.pop(block) for block in blocks]
-        if not rows:
-            return
         self._free += rows
         for row in rows:
             self._blocks[row] = None

@@ -22,6 +22,7 @@ from kvcast.controller.core.admission import (
     ValueOptions,
     choose,
 )
+from kvcast.controller.core.ghosts import Rule
 from kvcast.controller.core.residency import MAX_GENERATION, NoSlotsError, Residency
 from kvcast.protocol.messages.wire import SEGMENT_BYTES, BlockId
 
@@ -239,6 +240,27 @@ def test_the_memory_of_heat_is_bounded_and_forgets_the_cold() -> None:
     assert len(heat) <= 16
     assert heat.forgotten >= 184
     assert block(0) in heat
+
+
+def test_what_gets_a_forgotten_blocks_place_inherits_nothing() -> None:
+    heat, fresh, other = heat_with({}), heat_with({}), BlockId(2, bytes(16))
+    heat.seen_by_switch(block(1), segment=6, reads=9.0, fan_out=5, now=0.0)
+    heat.seen_by_home(block(1), reads=1, readers=3, depth=4, size_bytes=7 * SEGMENT_BYTES, now=0.0)
+    heat.forget({1})
+    for each in (heat, fresh):
+        each.seen_by_switch(other, segment=0, reads=1.0, fan_out=1, now=1.0)
+    assert heat.look_at([other], 1.0) == fresh.look_at([other], 1.0)
+    for each in (heat, fresh):
+        each.seen_by_home(other, reads=1, readers=1, depth=0, size_bytes=SEGMENT_BYTES, now=2.0)
+    assert heat.chances([other], 3.0) == fresh.chances([other], 3.0)
+
+
+def test_a_forgotten_block_is_among_the_best_no_more_nor_in_the_others_way() -> None:
+    heat, other = heat_with({1: 9.0}, now=1.0), BlockId(2, bytes(16))
+    heat.seen_by_home(other, reads=8, readers=1, depth=0, size_bytes=SEGMENT_BYTES, now=0.0)
+    heat.forget({1})
+    for heat.rule in Rule:
+        assert heat.best(1, 2.0, without=()) == [other]
 
 
 def test_the_shallower_of_equal_blocks_comes_first() -> None:

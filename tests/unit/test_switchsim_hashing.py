@@ -1,4 +1,4 @@
-"""Hash algorithms of BMv2.
+"""Hash algorithms of BMv2, and what they are given.
 
 Oracle: published check values of the CRC catalogue for "123456789" (crc16 is CRC-16/ARC,
 crcCCITT is CRC-16/CCITT-FALSE), RFC 1071's example, zlib, and hand-written C-like loops.
@@ -6,14 +6,21 @@ crcCCITT is CRC-16/CCITT-FALSE), RFC 1071's example, zlib, and hand-written C-li
 
 from __future__ import annotations
 
+import random
 import zlib
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcast.switchsim import hashing
+from kvcast.switchsim import hashing, ir, loader
+from kvcast.switchsim.engine import SwitchStats
+from kvcast.switchsim.reference.actions import Actions
+from kvcast.switchsim.reference.expressions import Expressions
+from kvcast.switchsim.reference.phv import Layout
 
 CHECK = b"123456789"
+PROGRAMS = Path(__file__).resolve().parents[1] / "stf" / "programs"
 
 
 @pytest.mark.parametrize(
@@ -86,3 +93,21 @@ def test_consistent_round_robin_repeats_itself_and_forgets_at_its_bound(
     spread = hashing.make("round_robin_consistent")
     assert [spread(b"a"), spread(b"b"), spread(b"a")] == [0, 1, 0]
     assert spread(b"c") == 0
+
+
+def test_fields_are_packed_as_long_as_they_are_and_those_of_invalid_headers_not_at_all() -> None:
+    program = loader.load_file(PROGRAMS / "headers.json")
+    names = [header.name for header in program.headers]
+    options, num = names.index("options"), names.index("num")
+    layout = Layout(program)
+    actions = Actions(Expressions(layout, []), [], [], [], 511, random.Random(0), SwitchStats())
+    items = [ir.PackedHeader(options), ir.PackedConst(0x3AB, 8), ir.FieldRef(num, 0)]
+    pack = actions.packer([*items, ir.PackedConst(0b101, 3)])
+    phv = layout.empty[:]
+    assert pack(phv, b"payload") == bytes([0xAB, 0b101_00000]) + b"payload"
+    length, data = layout.first_field[options], layout.length_slot[options]
+    assert data is not None
+    phv[layout.valid[options]] = phv[layout.valid[num]] = 1
+    phv[length], phv[length + 1], phv[data] = 2, 0xF0A55A, 16  # of at most 64 bits
+    phv[layout.first_field[num]] = -2
+    assert pack(phv, b"") == bytes([2, 0xA5, 0x5A, 0xAB, 0xFE, 0b101_00000])
