@@ -58,7 +58,14 @@ import numpy as np
 import numpy.typing as npt
 from kvcast.controller.core.ghosts import Rule, Standing
 from kvcast.controller.core.reuse import Floats, Reuse, times_of
-from kvcast.protocol.messages.wire import CELLS, CHUNKS_PER_SEGMENT, SEGMENT_BYTES, BlockId
+from kvcast.protocol.messages.control import HotBlock
+from kvcast.protocol.messages.wire import (
+    CELLS,
+    CHUNKS_PER_SEGMENT,
+    MAX_BLOCK_BYTES,
+    SEGMENT_BYTES,
+    BlockId,
+)
 
 Rows: TypeAlias = npt.NDArray[np.intp] | slice
 
@@ -245,31 +252,35 @@ class HeatMap:
         self._fan_out[row] = max(self._fan_out[row], fan_out)
         self._segments[row] = max(self._segments[row], segment + 1)
 
-    def seen_by_home(
-        self,
-        block: BlockId,
-        *,
-        reads: float,
-        readers: int,
-        depth: int,
-        size_bytes: int,
-        now: float,
+    def seen_by_home(self, reports: Mapping[BlockId, HotBlock], now: float) -> None:
+        """The home answered READs of these blocks. (All rows at once, since homes report hundreds
+        of blocks at a time, and that is most of what a controller hears.)"""
+        blocks, at_once = list(reports), max(1, self._limit // 8)
+        for first in range(0, len(blocks), at_once):
+            self._seen_by_home(blocks[first : first + at_once], reports, now)
+
+    def _seen_by_home(
+        self, blocks: Sequence[BlockId], reports: Mapping[BlockId, HotBlock], now: float
     ) -> None:
-        """The home answered `reads` READs from `readers` nodes."""
-        row = self._touch(block, now)
-        self._heard(reads)
-        self._home_reads[row] += reads
-        self._read_at[row] = now
-        if readers > self._fan_out[row]:
-            self._fan_out[row] = readers
-        if depth:
-            self._depth[row] = depth
-        self._size_bytes[row] = size_bytes
-        self._segments[row] = _segments_of(size_bytes)
-        if row < REUSE_BLOCKS:
-            self._answered(row, reads, now)
-        elif self._again[row] < 1:
-            self._again[row] += 1
+        """Of no more blocks than are forgotten at once, so that there is room for all."""
+        heard = [reports[block] for block in blocks]
+        reads = np.array([report.reads for report in heard], np.float64)
+        sizes = [min(report.size_bytes, MAX_BLOCK_BYTES) for report in heard]
+        rows = self._touch_all(blocks, now)
+        self._heard(float(reads.sum()))
+        np.frombuffer(self._home_reads)[rows] += reads
+        np.frombuffer(self._read_at)[rows] = now
+        fan_out, depth = np.frombuffer(self._fan_out), np.frombuffer(self._depth, np.int64)
+        fan_out[rows] = np.maximum(fan_out[rows], [report.readers for report in heard])
+        depth[rows] = [
+            report.depth or was for report, was in zip(heard, depth[rows].tolist(), strict=True)
+        ]
+        np.frombuffer(self._size_bytes, np.int64)[rows] = sizes
+        np.frombuffer(self._segments, np.int64)[rows] = [_segments_of(size) for size in sizes]
+        again, told = np.frombuffer(self._again, np.int8), rows < REUSE_BLOCKS
+        again[rows[~told]] = np.minimum(again[rows[~told]] + 1, 1)
+        for place in np.flatnonzero(told).tolist():
+            self._answered(int(rows[place]), heard[place].reads, now)
 
     def served(self, block: BlockId, reads: float, now: float) -> None:
         """The switch served `reads` READs from a resident."""
@@ -341,7 +352,10 @@ class HeatMap:
         """The block's row, brought up to date."""
         row = self._rows.get(block)
         if row is None:
-            return self._new(block, now)
+            if len(self._rows) >= self._limit:
+                self._forget(now)
+            self._new([block], now)
+            return self._rows[block]
         aged = self._age(now)
         if aged > self._at[row]:
             decay = 0.5 ** (aged - self._at[row])
@@ -351,35 +365,54 @@ class HeatMap:
             self._at[row] = aged
         return row
 
-    def _new(self, block: BlockId, now: float) -> int:
-        if len(self._rows) >= self._limit:
+    def _touch_all(self, blocks: Sequence[BlockId], now: float) -> npt.NDArray[np.intp]:
+        """The blocks' rows, brought up to date; no more than are forgotten at once."""
+        new = [block for block in blocks if block not in self._rows]
+        if len(self._rows) + len(new) > self._limit:
             self._forget(now)
-        if self._free:
-            row = self._free.pop()
-        else:
-            row = len(self._blocks)
-            self._blocks.append(None)
+            new = [block for block in blocks if block not in self._rows]
+        if new:
+            self._new(new, now)
+        rows = np.array([self._rows[block] for block in blocks], np.intp)
+        at, aged = np.frombuffer(self._at), self._age(now)
+        decays = np.exp2(at[rows] - aged)
+        for reads in (self._switch_reads, self._home_reads):
+            np.frombuffer(reads)[rows] *= decays
+        fan_out = np.frombuffer(self._fan_out)
+        fan_out[rows] = 1 + (fan_out[rows] - 1) * decays
+        at[rows] = aged
+        return rows
+
+    def _new(self, blocks: Sequence[BlockId], now: float) -> None:
+        """Give these blocks rows."""
+        lacking = len(blocks) - len(self._free)
+        if lacking > 0:
+            first = len(self._blocks)
+            self._free += range(first + lacking - 1, first - 1, -1)
+            self._blocks += [None] * lacking
             for column in (self._at, self._switch_reads, self._home_reads, self._fan_out):
-                column.append(0.0)
-            self._read_at.append(-inf)
-            self._heard_at.append(-inf)
-            self._again.append(-1)
+                column.extend([0.0] * lacking)
+            for time in (self._read_at, self._heard_at):
+                time.extend([-inf] * lacking)
+            self._again.extend([-1] * lacking)
             for number in (self._depth, self._segments, self._size_bytes, self._namespace):
-                number.append(0)
-        self._rows[block] = row
-        self._blocks[row] = block
-        self._namespace[row] = block.namespace
-        self._at[row] = self._age(now)
-        self._fan_out[row] = 1.0
-        self._segments[row] = 1
-        return row
+                number.extend([0] * lacking)
+        aged = self._age(now)
+        for block in blocks:
+            row = self._rows[block] = self._free.pop()
+            self._blocks[row] = block
+            self._namespace[row] = block.namespace
+            self._at[row] = aged
+            self._fan_out[row] = 1.0
+            self._segments[row] = 1
 
     def _forget(self, now: float) -> None:
         count = max(1, self._limit // 8)
-        values = self._values(now, _ALL, Rule.VALUE)  # at the bound no row is free
+        values = self._values(now, _ALL, Rule.VALUE)  # a free row is worth nothing
         rows = np.argpartition(values, count - 1)[:count].tolist()
-        self._drop([block for row in rows if (block := self._blocks[row]) is not None])
-        self.forgotten += count
+        blocks = [block for row in rows if (block := self._blocks[row]) is not None]
+        self._drop(blocks)
+        self.forgotten += len(blocks)
 
     def _drop(self, blocks: Sequence[BlockId]) -> None:
         rows = [self._rows.pop(block) for block in blocks]

@@ -397,32 +397,34 @@ class Pool:
     ) -> list[tuple[BlockId, HotBlock]]:
         """What a node says of blocks that were read of it: those for which it answers, since of
         others its word does not count."""
-        placement, listed, tiers = self.placement, self.hot.listed, self.tiers
+        placement, listed, heat = self.placement, self.hot.listed, self.tiers.heat
         sums: dict[int, list[int]] = {}
         """By namespace that there is: reads, and of them those of blocks that several nodes read,
         and of blocks that were reported before."""
         may_be_resident: dict[int, bool] = {}
-        answered_for, counted = [], 0
+        answered_for: list[tuple[BlockId, HotBlock]] = []
+        counted: dict[BlockId, HotBlock] = {}
         for report in reports:
-            namespace, key = report.namespace, report.key
-            if namespace not in sums:
+            namespace = report.namespace
+            mine = sums.get(namespace)
+            if mine is None:
                 if namespace not in self.namespaces.by_number:
                     continue
-                sums[namespace] = [0, 0, 0]
+                mine = sums[namespace] = [0, 0, 0]
                 may_be_resident[namespace] = self.may_be_resident(namespace)
-            block = BlockId(namespace, key)
+            block = BlockId(namespace, report.key)
             if not self._answers_for(node_id, block, placement, listed):
                 continue
             answered_for.append((block, report))
             if not report.size_bytes or not may_be_resident[namespace]:
                 continue
-            mine, reads = sums[namespace], report.reads
+            reads = report.reads
             mine[0] += reads
             mine[1] += reads if report.readers > 1 else 0
-            mine[2] += reads if block in tiers.heat else 0
-            tiers.heard_report(block, report, now)
-            counted += 1
-        self.counts["reports_ignored"] += len(reports) - counted
+            mine[2] += reads if block in heat else 0
+            counted[block] = report
+        self.tiers.heard_reports(counted, now)
+        self.counts["reports_ignored"] += len(reports) - len(counted)
         for namespace, (reads, shared, again) in sums.items():
             if reads:
                 self.adaptive.heard_hot(namespace, reads, shared=shared, again=again, now=now)

@@ -164,17 +164,13 @@ class Tiers:
             now=now,
         )
 
-    def heard_report(self, block: BlockId, report: HotBlock, now: float) -> None:
-        """A home's report of what it answered of a block."""
-        self.heat.seen_by_home(
-            block,
-            reads=float(report.reads),
-            readers=report.readers,
-            depth=report.depth,
-            size_bytes=min(report.size_bytes, MAX_BLOCK_BYTES),
-            now=now,
-        )
-        self._ghosts_hear(block, report.reads, now)
+    def heard_reports(self, reports: Mapping[BlockId, HotBlock], now: float) -> None:
+        """A home's report of what it answered, by block."""
+        self.heat.seen_by_home(reports, now)
+        for block, report in reports.items():
+            if self.ghosts.is_deaf(now):
+                break
+            self._ghosts_hear(block, report.reads, now)
 
     def _ghosts_hear(self, block: BlockId, reads: int, now: float) -> None:
         """READs of a block's segments that its home or the switch has answered. (Digests of heat

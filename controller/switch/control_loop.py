@@ -115,6 +115,8 @@ class ControlLoop:
         """What is still to be deleted, once agents have been told."""
         self._macs: frozenset[int] = frozenset()
         self._macs_of: SwitchState | None = None
+        self._stranger_macs: frozenset[int] = frozenset()
+        self._strangers_of: tuple[object, object] = None, None
         """The part of a plan that these are of."""
         self._hold_until = 0.0
         self._ticked_at = 0.0
@@ -216,11 +218,13 @@ class ControlLoop:
         register first. The leases begin with the first node that does: while none comes, all may be
         with a controller that has lost nothing but the switch.
         """
-        macs = self._served_macs()
-        known = {mac_number(n.address.mac) for n in self.pool.membership.nodes.values()}
-        router = self.pool.options.settings.router_mac
-        known |= {BROADCAST_MAC} | ({mac_number(router)} if router else set())
-        return macs - known
+        of = self._served_macs(), self.pool.membership.views.addresses
+        if of[0] is not self._strangers_of[0] or of[1] is not self._strangers_of[1]:
+            router = self.pool.options.settings.router_mac
+            known = {BROADCAST_MAC} | ({mac_number(router)} if router else set())
+            self._stranger_macs = of[0] - known.union(mac_number(a.mac) for _, a in of[1])
+            self._strangers_of = of
+        return self._stranger_macs
 
     def _served_macs(self) -> frozenset[int]:
         """MACs that the switch forwards to; found again for each plan that changes them."""

@@ -203,11 +203,12 @@ class _Switch:
         self._due.discard((what, whose))
         tiers = self._tiers
         if what == "report":
+            reports = {}
             for block, count in self._reads.pop(whose, Counter()).most_common(256):
                 name, size = self._ids[block], self._sizes[block]
                 readers = len(self._readers.pop(block))
-                report = HotBlock(1, name.key, count, readers, 0, size, 1)
-                tiers.heard_report(name, report, now)
+                reports[name] = HotBlock(1, name.key, count, readers, 0, size, 1)
+            tiers.heard_reports(reports, now)
         elif what == "digest":
             together, count = self._together[whose], self._loop.heat_threshold
             for segment in range(CELLS.segments_of(self._sizes[whose])):

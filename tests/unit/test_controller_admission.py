@@ -10,8 +10,10 @@ import math
 from dataclasses import replace
 
 import pytest
+from home_reports import home_reports
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvcast.controller.core import admission
 from kvcast.controller.core.admission import (
     LEAST_FADE_READS,
     Choice,
@@ -24,6 +26,7 @@ from kvcast.controller.core.admission import (
 )
 from kvcast.controller.core.ghosts import Rule
 from kvcast.controller.core.residency import MAX_GENERATION, NoSlotsError, Residency
+from kvcast.protocol.messages.control import HotBlock
 from kvcast.protocol.messages.wire import SEGMENT_BYTES, BlockId
 
 OPTIONS = ValueOptions(half_life_s=10.0, horizon_s=10.0, min_reads=0.9, margin=1.25, min_stay_s=5.0)
@@ -36,7 +39,7 @@ def block(number: int) -> BlockId:
 def heat_with(reads: dict[int, float], now: float = 0.0, size: int = SEGMENT_BYTES) -> HeatMap:
     heat = HeatMap(OPTIONS)
     for number, count in reads.items():
-        heat.seen_by_home(block(number), reads=count, readers=1, depth=0, size_bytes=size, now=now)
+        home_reports(heat, block(number), reads=count, size_bytes=size, now=now)
     return heat
 
 
@@ -131,8 +134,8 @@ def test_heat_is_what_the_formulas_say(
             case "switch":
                 heat.seen_by_switch(name, segment=number % 3, reads=reads, fan_out=fan_out, now=now)
             case "home":
-                heat.seen_by_home(
-                    name, reads=reads, readers=fan_out, depth=number, size_bytes=size, now=now
+                home_reports(
+                    heat, name, reads=reads, readers=fan_out, depth=number, size_bytes=size, now=now
                 )
             case "served":
                 heat.served(name, reads, now)
@@ -232,6 +235,59 @@ def test_an_unknown_block_is_worth_nothing() -> None:
     assert HeatMap(OPTIONS).value(block(1), 0.0) == 0.0
 
 
+REPORTS = st.lists(
+    st.dictionaries(
+        st.integers(0, 20),
+        st.tuples(st.integers(0, 40), st.integers(1, 9), st.integers(0, 3), st.integers(1, 3)),
+        max_size=20,
+    ),
+    max_size=5,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches=REPORTS, learned_from=st.sampled_from([3, admission.REUSE_BLOCKS]))
+def test_blocks_that_a_home_reports_together_count_as_if_reported_one_by_one(
+    batches: list[dict[int, tuple[int, int, int, int]]], learned_from: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admission, "REUSE_BLOCKS", learned_from)
+        together, one_by_one = HeatMap(OPTIONS, slots=64), HeatMap(OPTIONS, slots=64)
+        for now, batch in enumerate(batches):
+            reports = {
+                block(number): HotBlock(
+                    1, block(number).key, reads, nodes, depth, size * SEGMENT_BYTES, 1
+                )
+                for number, (reads, nodes, depth, size) in batch.items()
+            }
+            together.seen_by_home(reports, float(now))
+            for name, report in reports.items():
+                one_by_one.seen_by_home({name: report}, float(now))
+        names, now = [block(number) for number in range(21)], len(batches) + 1.0
+        looks, others = together.look_at(names, now), one_by_one.look_at(names, now)
+        chances, their_chances = together.chances(names, now), one_by_one.chances(names, now)
+    for name in names:
+        assert looks[name] == pytest.approx(others[name])
+        assert chances[name] == pytest.approx(their_chances[name])
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches=REPORTS, limit=st.integers(1, 24))
+def test_a_report_of_more_blocks_than_are_remembered_leaves_what_was_reported_last(
+    batches: list[dict[int, tuple[int, int, int, int]]], limit: int
+) -> None:
+    heat, seen = HeatMap(OPTIONS, limit), 0
+    for batch in filter(None, batches):
+        known = sum(block(number) in heat for number in batch)
+        heat.seen_by_home(
+            {block(n): HotBlock(1, block(n).key, 9, 1, 0, SEGMENT_BYTES, 1) for n in batch}, 0.0
+        )
+        assert len(heat) <= limit
+        assert block(list(batch)[-1]) in heat
+        seen += len(batch) - known
+    assert heat.forgotten >= seen - len(heat)
+
+
 def test_the_memory_of_heat_is_bounded_and_forgets_the_cold() -> None:
     heat = HeatMap(OPTIONS, limit=16)
     heat.seen_by_switch(block(0), segment=0, reads=1000, fan_out=4, now=0.0)
@@ -245,19 +301,19 @@ def test_the_memory_of_heat_is_bounded_and_forgets_the_cold() -> None:
 def test_what_gets_a_forgotten_blocks_place_inherits_nothing() -> None:
     heat, fresh, other = heat_with({}), heat_with({}), BlockId(2, bytes(16))
     heat.seen_by_switch(block(1), segment=6, reads=9.0, fan_out=5, now=0.0)
-    heat.seen_by_home(block(1), reads=1, readers=3, depth=4, size_bytes=7 * SEGMENT_BYTES, now=0.0)
+    home_reports(heat, block(1), reads=1, readers=3, depth=4, size_bytes=7 * SEGMENT_BYTES, now=0.0)
     heat.forget({1})
     for each in (heat, fresh):
         each.seen_by_switch(other, segment=0, reads=1.0, fan_out=1, now=1.0)
     assert heat.look_at([other], 1.0) == fresh.look_at([other], 1.0)
     for each in (heat, fresh):
-        each.seen_by_home(other, reads=1, readers=1, depth=0, size_bytes=SEGMENT_BYTES, now=2.0)
+        home_reports(each, other, reads=1, now=2.0)
     assert heat.chances([other], 3.0) == fresh.chances([other], 3.0)
 
 
 def test_a_forgotten_block_is_among_the_best_no_more_nor_in_the_others_way() -> None:
     heat, other = heat_with({1: 9.0}, now=1.0), BlockId(2, bytes(16))
-    heat.seen_by_home(other, reads=8, readers=1, depth=0, size_bytes=SEGMENT_BYTES, now=0.0)
+    home_reports(heat, other, reads=8, now=0.0)
     heat.forget({1})
     for heat.rule in Rule:
         assert heat.best(1, 2.0, without=()) == [other]
@@ -266,9 +322,7 @@ def test_a_forgotten_block_is_among_the_best_no_more_nor_in_the_others_way() -> 
 def test_the_shallower_of_equal_blocks_comes_first() -> None:
     heat = HeatMap(OPTIONS)
     for number, depth in ((1, 5), (2, 1), (3, 3)):
-        heat.seen_by_home(
-            block(number), reads=50, readers=1, depth=depth, size_bytes=SEGMENT_BYTES, now=0.0
-        )
+        home_reports(heat, block(number), reads=50, depth=depth, now=0.0)
     assert heat.best(3, 0.0, without=()) == [block(2), block(3), block(1)]
 
 

@@ -105,9 +105,12 @@ async def test_a_node_that_the_switch_serves_and_nobody_knows_is_seen() -> None:
     assert bed.loop._strangers() == frozenset()
     for number in (1, 2):
         node = bed.pool.membership.nodes.pop(f"node-{number}")
+        bed.pool.membership._views = None
         mac = int.from_bytes(parse_mac(f"02:6b:76:00:00:{number:02x}"), "big")
         assert bed.loop._strangers() == {mac}
         bed.pool.membership.nodes[node.node_id] = node
+        bed.pool.membership._views = None
+        assert bed.loop._strangers() == frozenset()
 
 
 @pytest.mark.parametrize("lost", [True, False])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from math import inf
 
+from home_reports import home_reports
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.controller.core import ghosts
@@ -87,7 +88,7 @@ def test_room_that_a_block_gives_once_is_counted_once() -> None:
 def heard(tiers: Tiers, number: int, now: float, reads: int = 1, namespace: int = 1) -> None:
     key = block(number).key
     report = HotBlock(namespace, key, reads, 1, 0, SEGMENT_BYTES, number + 1)
-    tiers.heard_report(BlockId(namespace, key), report, now)
+    tiers.heard_reports({BlockId(namespace, key): report}, now)
 
 
 def tiers_of(slots: int) -> Tiers:
@@ -187,9 +188,7 @@ def test_a_namespace_that_is_gone_leaves_its_room_to_others() -> None:
 def test_under_recent_the_block_not_read_for_longest_makes_room_and_no_later_one_does() -> None:
     heat = HeatMap(ValueOptions())
     for number, (reads, at) in enumerate(((50, 0.0), (1, 8.0), (1, 9.0))):
-        heat.seen_by_home(
-            block(number), reads=reads, readers=1, depth=0, size_bytes=SEGMENT_BYTES, now=at
-        )
+        home_reports(heat, block(number), reads=reads, now=at)
 
     def chosen(wanted: int, held: int) -> list[BlockId]:
         choice = choose(

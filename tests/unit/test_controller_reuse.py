@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from home_reports import home_reports
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.controller.core import admission, reuse
@@ -91,9 +92,7 @@ def block(number: int) -> BlockId:
 
 
 def read(heat: HeatMap, number: int, now: float, reads: float = 1.0) -> None:
-    heat.seen_by_home(
-        block(number), reads=reads, readers=1, depth=0, size_bytes=SEGMENT_BYTES, now=now
-    )
+    home_reports(heat, block(number), reads=reads, now=now)
 
 
 def short_lived(blocks: int) -> HeatMap:
