@@ -11,13 +11,15 @@ ENGINES_VENV := .venv-engines
 WORKERS ?= $(shell expr $$(nproc) + 1)
 # A worker that is done takes over from others: tests that take long lie side by side.
 IN_PARALLEL := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+# What must keep step has processes of its own.
+IN_STEP := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 PACKAGES := bench cli controller hostagent native p4 protocol routing service simulation switchsim topologies workloads
 FILES := $(shell find $(PACKAGES) -name '*.py' -o -name 'py.typed' | sort)
 
 # Tests start hundreds of processes: each would compile all of kvcast where its bytecode is not kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-shell setup-engines setup-engine-peers demo check test test-mutations test-engines test-rdma lint format p4 clean
+.PHONY: help setup setup-shell setup-engines setup-engine-peers demo check test test-long test-mutations test-engines test-rdma lint format p4 clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -88,12 +90,16 @@ demo: $(STAMP) ## eight inference nodes read the same prefixes, plainly and thro
 	@$(BIN)/kvcast demo --out kvcast-out
 
 check: setup lint ## lint, types and the tests that are quick: what to run while you work
-	@$(IN_PARALLEL) -m 'not slow and not in_step' tests/unit tests/property tests/stf tests/simulation
+	@$(IN_PARALLEL) -m 'not slow and not in_step and not long' tests/unit tests/property tests/stf tests/simulation
 
 test: setup ## lint, types and all tests but those below; what needs root or BMv2 skips without
 	@$(MAKE) --no-print-directory --output-sync=target -j2 setup-shell lint
-	@$(IN_PARALLEL) -m 'not in_step and not mutation'
-	@$(BIN)/python -m pytest -m in_step --numprocesses 2 --dist worksteal
+	@$(IN_PARALLEL) -m 'not in_step and not mutation and not long'
+	@$(IN_STEP) -m 'in_step and not long'
+
+test-long: setup ## whole benches, demonstrations, soaks, and pools at which parts are killed (5 minutes)
+	@$(IN_PARALLEL) -m 'long and not in_step'
+	@$(IN_STEP) -m 'long and in_step'
 
 # The same tests once more, on a product that has lost a defence or has got a bug.
 test-mutations: setup ## would the tests notice? defences are taken out and bugs are planted, one at a time

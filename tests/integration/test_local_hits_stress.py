@@ -23,7 +23,7 @@ from hostagent_harness import running_pool, until
 from kvcast.hostagent import membarrier
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(not membarrier.available(), reason="no membarrier(2), or not x86-64"),
 ]
 

@@ -212,6 +212,7 @@ async def test_a_node_that_is_drained_may_go_and_one_that_comes_gets_its_share(
         assert await lost() == []
 
 
+@pytest.mark.long
 async def test_the_demo_runs_to_its_end_and_reports(tmp_path: Path) -> None:
     report_path = tmp_path / "report.json"
     flags = ["--nodes", "4", "--seconds-budget", "24", "--workload", "tp-mla"]
@@ -250,6 +251,7 @@ async def test_the_demo_runs_to_its_end_and_reports(tmp_path: Path) -> None:
     assert not re.search(r"(src|href)=\"(?!data:)", page)
 
 
+@pytest.mark.long
 async def test_a_traces_first_part_is_replayed_and_named(tmp_path: Path) -> None:
     lines = [
         {"timestamp": 40 * i, "input_length": 9, "output_length": 1, "hash_ids": [0, 1, 2 + i // 5]}
@@ -289,6 +291,7 @@ def _children(pid: int) -> set[int]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 async def test_an_interrupted_demo_leaves_no_process_behind(

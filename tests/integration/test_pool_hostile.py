@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
 from kvcast.bench.balance import Balance
 from kvcast.bench.hostile import HostileOptions, run
 from kvcast.bench.hostile_bytes import mutate
@@ -19,6 +20,7 @@ from kvcast.bench.hostile_bytes import mutate
 FRAMES = 2500
 
 
+@pytest.mark.long
 async def test_no_entry_point_breaks_and_everything_is_accounted_for(tmp_path: Path) -> None:
     report = await run(HostileOptions(frames=FRAMES, run_dir=tmp_path))
     assert report["problems"] == []

@@ -81,6 +81,7 @@ async def _works_as_before(pool: Pool, links: list[NodeLink]) -> None:
     assert tally.hits["shared"] > tally.hits["home"]
 
 
+@pytest.mark.long
 async def test_reads_go_on_without_a_controller_and_it_resumes(tmp_path: Path) -> None:
     async with running_pool(tmp_path, NODES) as (pool, links):
         tally, _, phases = await _replay_and_kill(pool, links, "controller")
@@ -91,6 +92,7 @@ async def test_reads_go_on_without_a_controller_and_it_resumes(tmp_path: Path) -
         await _works_as_before(pool, links)
 
 
+@pytest.mark.long
 async def test_a_switch_that_is_killed_is_programmed_again_and_reads_recover(
     tmp_path: Path,
 ) -> None:
@@ -102,6 +104,7 @@ async def test_a_switch_that_is_killed_is_programmed_again_and_reads_recover(
         await _works_as_before(pool, links)
 
 
+@pytest.mark.long
 async def test_an_agent_that_is_killed_costs_its_node_only_and_comes_back_empty(
     tmp_path: Path,
 ) -> None:

@@ -64,7 +64,7 @@ def failed(report: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_a_soak_with_one_fault_of_each_kind_ends_whole(tmp_path: Path) -> None:
     said: list[str] = []
     report = await run(
@@ -108,7 +108,7 @@ async def test_a_soak_with_one_fault_of_each_kind_ends_whole(tmp_path: Path) -> 
     assert picture.stat().st_size < 200_000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.in_step
 async def test_no_get_fails_and_nothing_is_lost_while_nodes_and_agents_come_and_go() -> None:
     moves = [
@@ -139,7 +139,7 @@ async def test_no_get_fails_and_nothing_is_lost_while_nodes_and_agents_come_and_
     assert lives["node-3"] == lives["supervisor of node-3"] == 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_a_soak_that_is_interrupted_keeps_what_it_counted() -> None:
     so_far: dict[str, Any] = {}
     soak: asyncio.Task[dict[str, Any]]
@@ -157,7 +157,7 @@ async def test_a_soak_that_is_interrupted_keeps_what_it_counted() -> None:
     assert so_far["parameters"]["minutes"] == 10
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_an_agent_that_keeps_no_arena_is_not_replaced_and_goes_on() -> None:
     async with Pool(Star.of(1), PoolOptions(arena_bytes=4 << 20)) as pool:
         before = pool.pids["node-1"]

@@ -24,7 +24,7 @@ from kvcast.bench.store import SIZES, cases
 from kvcast.bench.stores.servers import PEERS, RedisStore
 from kvcast.topologies.namespaces import NETNS_FOLDER, why_not
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 _MARK = "KVCAST_TEST_RUN"
 _RATIOS = (
     "remote_64k_over_best_peer",

@@ -12,9 +12,9 @@ import random
 import pytest
 from kvcast.bench.fuzz.courier import BLOCKS, LARGE, CourierHarness, Stand
 from making import remembered
+from seeds import seeds
 
-SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 5)) for seed in range(24)]
-LARGE_SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 2)) for seed in range(24)]
+SEEDS, LARGE_SEEDS = seeds(24, quick=3), seeds(24, quick=1)
 
 
 def _steps(rng: random.Random, count: int, *, large: bool = False) -> bytes:

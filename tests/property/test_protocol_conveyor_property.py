@@ -50,6 +50,7 @@ from kvcast.protocol.messages.questions import ASK_AGENT, MAX_CHAIN
 from kvcast.protocol.messages.shared import REGION_BYTES, index_bytes
 from kvcast.protocol.messages.wire import KEY_BYTES, BlockId, digest_of
 from meeting_model import Table
+from seeds import seeds
 
 READER = 1
 SLAB = 64 * 1024
@@ -633,9 +634,7 @@ class Both(Stand):
             pass
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 6)) for seed in range(16)]
-)
+@pytest.mark.parametrize("seed", seeds(16, quick=3))
 def test_blocks_arrive_whole_whatever_happens_at_either_end(seed: int) -> None:
     both = Both(seed)
     rng = both.rng

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from dataclasses import asdict
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
@@ -186,6 +187,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS, st.sampled_from((0.0, 0.0, 20_000.0)), st.sampled_from((0, 30, MOST, MOST)))
+@pytest.mark.slow
 def test_a_home_with_a_lane_answers_as_one_without(
     events: list[tuple[object, ...]], rate: float, budget: int
 ) -> None:

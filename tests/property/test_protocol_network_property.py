@@ -40,6 +40,7 @@ from protocol_network import (
     content,
     number_of,
 )
+from seeds import seeds
 
 SEEDS = st.integers(0, 2**32 - 1)
 SIZES = st.one_of(st.sampled_from([1, 1024, 65_536, 65_537, 131_072]), st.integers(1, 300_000))
@@ -340,6 +341,7 @@ def test_readers_a_moment_apart_come_to_share_answers(seed: int) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(SEEDS, st.integers(2, 10), st.sampled_from([0.002, 0.02, 0.1]))
+@pytest.mark.slow
 def test_the_home_sends_a_segment_once_a_window_and_loss(
     seed: int, readers: int, loss: float
 ) -> None:
@@ -485,7 +487,7 @@ def all_get_all(network: Network) -> None:
         assert all(isinstance(end, Fetched) for end in reader.ends.values())
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8, quick=2))
 def test_a_reader_group_that_is_impatient_costs_its_home_no_second_copy(seed: int) -> None:
     """Answers take longer than readers wait, as on a machine that has much to do: READs are
     repeated while the answers to the first ones are on their way."""
@@ -559,7 +561,8 @@ def test_one_lost_read_is_asked_for_again_by_few_of_those_who_wait(seed: int) ->
     assert network.responders[HOME_A].counters.payload_bytes <= 3 * 60_000
 
 
-@pytest.mark.parametrize("blocks", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [1, 4])
 def test_readers_that_begin_at_different_times_fall_into_step(blocks: int) -> None:
     """Eight readers begin within a tenth of the time that the home needs to send the blocks once.
     Had they kept their distance, each would have cost the home a copy."""

@@ -536,6 +536,7 @@ class Reader:
 
 
 @given(answers(), st.integers(1, 200))
+@pytest.mark.slow
 def test_a_requester_comes_to_the_same_by_pieces_and_by_frames(
     answer: list[wire.Frame], piece: int
 ) -> None:

@@ -14,8 +14,9 @@ from kvcast.bench.fuzz.courier import key_of
 from kvcast.bench.fuzz.pushing import NAMESPACE, Pair, PushingHarness
 from kvcast.protocol.messages.wire import BlockId
 from making import remembered
+from seeds import seeds
 
-SEEDS = range(25)
+SEEDS = seeds(25, quick=12)
 _WEIGHTS = (1, 2, 4, 2, 9, 12, 1, 0.5, 2, 0.5, 0, 0, 1, 1, 6, 0.3)
 """Of the harness's steps; what is no message at all is the fuzzer's."""
 
@@ -34,7 +35,7 @@ def test_whatever_happens_what_is_acknowledged_is_at_home_and_nothing_is_lost(se
     PushingHarness().run(_steps(random.Random(seed), 120))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8, quick=2))
 def test_clients_that_put_one_block_after_another_are_given_room_for_the_next(seed: int) -> None:
     """Two clients, each with room ahead, bytes that move in pieces, and connections that break."""
     rng = random.Random(seed)

@@ -144,6 +144,7 @@ def test_no_order_of_steps_gives_a_client_bytes_of_another_block(seed: int) -> N
     Scene(seed).play()
 
 
+@pytest.mark.slow
 def test_the_scenes_are_not_idle() -> None:
     scenes = [Scene(seed) for seed in range(5)]
     for scene in scenes:
@@ -166,6 +167,7 @@ def test_without_a_barrier_the_oracle_objects() -> None:
     assert _fails(lambda seed: Scene(seed, barrier=lambda: None), 20)
 
 
+@pytest.mark.slow
 def test_without_the_clients_half_of_the_barrier_the_oracle_objects() -> None:
     def agents_alone(seed: int) -> Scene:
         scene = Scene(seed)
@@ -192,6 +194,7 @@ _WITHDRAW = SharedIndex.withdraw
 
 
 @pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.slow
 def test_a_scene_repeats_itself(seed: int) -> None:
     first, second = Scene(seed), Scene(seed)
     first.play()

@@ -18,6 +18,7 @@ from kvcast.switchsim.difftest import programs
 from kvcast.switchsim.difftest.compare import Difference, Pair
 from kvcast.switchsim.difftest.run import Work, main, run_chunk
 from kvcast.switchsim.reference.switch import Switch
+from seeds import seeds
 
 STF = Path(__file__).resolve().parents[1] / "stf"
 POOL = tuple(sorted((STF / "kvcast").glob("*.stf")))
@@ -42,7 +43,7 @@ def test_engines_agree_on_the_test_programs(path: Path, chunk: int) -> None:
     assert run_chunk(work, 5, chunk).packets == 300
 
 
-@pytest.mark.parametrize("chunk", range(30))
+@pytest.mark.parametrize("chunk", seeds(30, quick=10))
 def test_engines_agree_on_generated_programs(chunk: int) -> None:
     work = Work(None, chunk_packets=40, checked=True)
     run_chunk(work, 1, chunk)

@@ -119,7 +119,7 @@ def test_medians_and_ratios_are_of_neighbouring_measurements() -> None:
     assert report["veth_processor_time_bare_over_kvcast"] == 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_whole_bench_runs_and_names_what_it_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +159,7 @@ def measure_veth(monkeypatch: pytest.MonkeyPatch, script: Path) -> dict[str, Any
     return report
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.root
 def test_a_bmv2_without_nanomsg_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -180,7 +180,7 @@ def test_a_bmv2_without_nanomsg_is_measured(
     assert report["veth_over_bmv2"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.root
 def test_a_peer_that_does_not_start_is_skipped_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -236,7 +236,7 @@ def test_an_interrupted_bench_leaves_what_it_has_measured(
     assert (report["a_pps"], report["incomplete"]) == (6, "interrupted")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_soak_counts_its_frames_and_watches_memory(tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
     arguments = ["soak", "--what", "switch", "--frames", "200000", "--json", str(path)]

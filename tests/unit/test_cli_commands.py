@@ -84,6 +84,7 @@ def _imported(ran: subprocess.CompletedProcess[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", sorted(main.COMMANDS))
+@pytest.mark.slow
 def test_every_command_explains_itself_and_imports_only_what_it_needs(name: str) -> None:
     ran = _run(*name.split(), "--help", interpreter=("-X", "importtime"))
     assert ran.returncode == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcast.controller.core import program
@@ -138,6 +139,7 @@ def test_the_writes_lead_from_any_state_to_any_other(
     stable=st.lists(STATES, min_size=2, max_size=2),
     changing=st.lists(STATES, min_size=2, max_size=2),
 )
+@pytest.mark.slow
 def test_the_changing_part_is_compared_alone_with_the_same_result(
     stable: list[SwitchState], changing: list[SwitchState]
 ) -> None:

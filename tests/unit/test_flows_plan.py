@@ -259,6 +259,7 @@ def test_an_hour_of_many_hosts_is_simulated_in_slices() -> None:
     assert report["unsettled"] < 0.01
 
 
+@pytest.mark.slow
 def test_a_slice_of_a_dense_trace_is_short() -> None:
     lines = [TraceLine(60.0 * n, 512, 1, [0, *range(1, 9)]) for n in range(1000)]
     report = questions.scale(lines, hosts=20480, seconds=0.01, nodes_of_trace=8)

@@ -350,7 +350,7 @@ STEPS = st.lists(
 )
 
 
-@pytest.mark.parametrize("first", [8, 16])
+@pytest.mark.parametrize("first", [8, pytest.param(16, marks=pytest.mark.slow)])
 @settings(max_examples=150, deadline=None)
 @given(steps=STEPS)
 def test_nothing_is_sent_that_exceeds_a_quota(

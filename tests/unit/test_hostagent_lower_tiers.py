@@ -21,6 +21,7 @@ from kvcast.hostagent.tiers.ssd.layout import Cut, cut_of, open_formatted, scan
 from kvcast.hostagent.tiers.ssd.orders import Kind, Order
 from kvcast.protocol.messages.wire import digest_of
 from kvcast.simulation.disk import SimDisk
+from seeds import seeds
 
 UNIT, SLAB = 4096, 32 * 4096
 RULES = SsdRules(0.75, 0.5)
@@ -366,9 +367,7 @@ class Prefixes(Bench):
                 disk._seen[tier._files[0].formatted.cut.blocks_offset + copy.offset] ^= 1
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
-)
+@pytest.mark.parametrize("seed", seeds(6, quick=1))
 def test_a_block_leaves_a_node_only_with_all_that_are_behind_it(seed: int) -> None:
     """Whatever makes it leave, and in whatever tiers they lie."""
     rng = random.Random(seed)

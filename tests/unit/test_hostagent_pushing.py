@@ -736,6 +736,7 @@ def _put_named(pair: Pair, name: int) -> None:
     pair.say(0, PUT_QUESTION.pack(PUT, NAMESPACE, ACK_HOME, 5, _name(name), pair.meaning, ticket))
 
 
+@pytest.mark.slow
 def test_rooms_are_bounded_and_the_rest_is_put_by_messages(pair: Pair) -> None:
     for name in range(ROOMS + 1):
         reply = pair.handle(0, local.Alloc(9, NAMESPACE, [name.to_bytes(16, "big")], [100]))

@@ -1226,6 +1226,7 @@ def test_puts_of_two_namespaces_are_read_by_weight_however_many_connections_they
     assert link.came.total() == pytest.approx(departures.PACE * link.RATE * 5.0, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_put_of_who_puts_little_is_read_at_once() -> None:
     link = Downlink({1: 1.0, 2: 1.0})
     for _ in range(12):

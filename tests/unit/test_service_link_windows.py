@@ -224,7 +224,7 @@ def loud(link: Link) -> None:
     put()
 
 
-@pytest.mark.parametrize("connections", [4, 20])
+@pytest.mark.parametrize("connections", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_before_a_quiet_tenants_put_stands_what_the_link_carries_in_three_milliseconds(
     connections: int,
 ) -> None:

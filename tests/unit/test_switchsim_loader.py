@@ -246,6 +246,7 @@ def _places(value: object) -> list[tuple[Any, Any]]:
     junk=st.sampled_from([None, 0, -1, 1 << 70, "", "0x", "junk", [], {}, [[]], True, 3.5]),
     drop=st.booleans(),
 )
+@pytest.mark.slow
 def test_damaged_file_loads_or_is_a_program_error(
     name: str, where: int, junk: object, drop: bool
 ) -> None:

@@ -94,6 +94,7 @@ async def test_bmv2_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatc
             pass
 
 
+@pytest.mark.slow
 async def test_a_part_that_cannot_start_ends_the_others_and_is_quoted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
