@@ -115,9 +115,10 @@ class ControlLoop:
         """What is still to be deleted, once agents have been told."""
         self._macs: frozenset[int] = frozenset()
         self._macs_of: SwitchState | None = None
+        """The part of a plan that these are of."""
         self._stranger_macs: frozenset[int] = frozenset()
         self._strangers_of: tuple[object, object] = None, None
-        """The part of a plan that these are of."""
+        """The MACs and addresses that these were found in."""
         self._hold_until = 0.0
         self._ticked_at = 0.0
         self._lost_at: float | None = self.rounded_at
