@@ -27,7 +27,7 @@ from kvcast.controller.core.admission import (
 from kvcast.controller.core.ghosts import Rule
 from kvcast.controller.core.residency import MAX_GENERATION, NoSlotsError, Residency
 from kvcast.protocol.messages.control import HotBlock
-from kvcast.protocol.messages.wire import SEGMENT_BYTES, BlockId
+from kvcast.protocol.messages.wire import MAX_BLOCK_BYTES, SEGMENT_BYTES, BlockId
 
 OPTIONS = ValueOptions(half_life_s=10.0, horizon_s=10.0, min_reads=0.9, margin=1.25, min_stay_s=5.0)
 
@@ -205,6 +205,19 @@ def test_counts_halve_after_as_many_reads_as_there_are_slots_but_not_at_once() -
     assert left_after(8e9, 10) == pytest.approx(2**-1.1), "a flood is no more than one half-life"
 
 
+def test_counts_halve_by_what_homes_report_as_by_what_the_switch_serves() -> None:
+    options = replace(OPTIONS, half_life_s=100.0, least_half_life_s=2.0)
+    by_home, by_switch = (HeatMap(options, slots=LEAST_FADE_READS) for _ in range(2))
+    for heat in (by_home, by_switch):
+        heat.seen_by_switch(block(1), segment=0, reads=8, fan_out=1, now=0.0)
+    report = {block(n): HotBlock(1, block(n).key, 16, 1, 0, SEGMENT_BYTES, 1) for n in (2, 3, 4)}
+    by_home.seen_by_home(report, 0.0)
+    by_switch.served(block(2), 48, 0.0)
+    before, after = by_home.value(block(1), 0.0), by_home.value(block(1), 10.0)
+    assert after == by_switch.value(block(1), 10.0)
+    assert after == pytest.approx(before * 2**-0.85), "3/4 of a half-life for reads, 1/10 for time"
+
+
 def test_value_is_bytes_saved_a_cell() -> None:
     heat = heat_with({1: 10})
     # 10 reads, half-life = horizon: 10·ln 2 expected; 64 KiB a read over 64 cells.
@@ -286,6 +299,60 @@ def test_a_report_of_more_blocks_than_are_remembered_leaves_what_was_reported_la
         assert block(list(batch)[-1]) in heat
         seen += len(batch) - known
     assert heat.forgotten >= seen - len(heat)
+
+
+def test_a_block_that_makes_room_for_others_of_its_report_is_there_all_the_same() -> None:
+    heat = HeatMap(OPTIONS, limit=16)
+    for number in range(16):
+        home_reports(heat, block(number), reads=9 if number else 1, now=0.0)
+    both = {block(n): HotBlock(1, block(n).key, 1, 1, 0, SEGMENT_BYTES, 1) for n in (0, 99)}
+    heat.seen_by_home(both, 0.0)
+    assert (len(heat), heat.forgotten) == (16, 2)
+    assert block(0) in heat
+    assert block(99) in heat
+
+
+def test_what_is_forgotten_is_counted_where_there_is_room_for_some() -> None:
+    heat = HeatMap(OPTIONS, limit=16)
+    for number in range(17):
+        home_reports(heat, block(number), reads=9, now=0.0)
+    assert (len(heat), heat.forgotten) == (15, 2)
+    heat.seen_by_home(
+        {block(n): HotBlock(1, block(n).key, 9, 1, 0, SEGMENT_BYTES, 1) for n in (98, 99)}, 0.0
+    )
+    assert (len(heat), heat.forgotten) == (16, 3)
+
+
+def test_a_later_report_takes_back_neither_readers_nor_what_is_before_a_block() -> None:
+    heat = HeatMap(OPTIONS)
+    home_reports(heat, block(1), reads=8, readers=8, depth=3, now=0.0)
+    before = heat.look_at([block(1)], 0.0)[block(1)]
+    home_reports(heat, block(1), reads=0, readers=1, depth=0, now=0.0)
+    assert heat.look_at([block(1)], 0.0)[block(1)] == before
+    home_reports(heat, block(1), reads=0, readers=1, depth=5, now=0.0)
+    assert heat.look_at([block(1)], 0.0)[block(1)].depth == 5
+
+
+def test_no_home_reports_a_block_that_is_larger_than_any() -> None:
+    largest, larger = heat_with({1: 9}, size=MAX_BLOCK_BYTES), heat_with({1: 9}, size=1 << 63)
+    assert larger.segments(block(1)) == largest.segments(block(1))
+    assert larger.value(block(1), 0.0) == largest.value(block(1), 0.0)
+
+
+def test_whether_a_block_was_read_again_is_known_also_of_those_of_which_nothing_is_learned() -> (
+    None
+):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admission, "REUSE_BLOCKS", 1)
+        heat = HeatMap(OPTIONS)
+        for now in range(20):  # whatever is read again, is read once more
+            home_reports(heat, block(0), reads=1, now=float(now))
+        for number, times in ((1, 1), (2, 2), (3, 5)):
+            for _ in range(times):
+                home_reports(heat, block(number), reads=1, now=20.0)
+        chances = heat.chances([block(1), block(2), block(3)], 21.0)
+    assert chances[block(1)] != chances[block(2)]
+    assert chances[block(2)] == chances[block(3)]
 
 
 def test_the_memory_of_heat_is_bounded_and_forgets_the_cold() -> None:
