@@ -6,6 +6,8 @@ switch that fails or goes (the simulation, `tests/integration/test_controller_sw
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from kvcast.bench.controller import SimulatedSwitch
 from kvcast.controller.core import program
@@ -28,9 +30,9 @@ OPTIONS = PoolOptions(
 class Bed:
     """A control loop, its switch, and agents that hear nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: PoolOptions = OPTIONS) -> None:
         self.now = 0.0
-        self.pool = Pool(OPTIONS, SavedState(), self.now, first_generation=1000)
+        self.pool = Pool(options, SavedState(), self.now, first_generation=1000)
         self.loop = ControlLoop(
             self.pool,
             self,  # type: ignore[arg-type]
@@ -111,6 +113,29 @@ async def test_a_node_that_the_switch_serves_and_nobody_knows_is_seen() -> None:
         bed.pool.membership.nodes[node.node_id] = node
         bed.pool.membership._views = None
         assert bed.loop._strangers() == frozenset()
+
+
+async def test_a_switch_that_comes_back_with_unknown_nodes_is_not_taken_for_the_one_before() -> (
+    None
+):
+    bed = Bed()
+    bed.join(1)
+    held = await bed.round()
+    mac = int.from_bytes(parse_mac("02:6b:76:00:00:09"), "big")
+    held.entries[program.L2_FORWARD, (mac,)] = next(iter(held.entries.values()))
+    bed.switch._holds, bed.switch.mirror = held, None
+    await bed.loop.round()
+    assert bed.loop._strangers() == {mac}
+    assert bed.loop.counts["takeovers"] == 1
+
+
+async def test_the_fabrics_router_is_no_stranger() -> None:
+    mac = "02:00:00:00:00:fe"
+    bed = Bed(replace(OPTIONS, settings=replace(OPTIONS.settings, router_mac=mac)))
+    bed.join(1)
+    held = await bed.round()
+    assert (program.L2_FORWARD, (program.mac_number(mac),)) in held.entries
+    assert bed.loop._strangers() == frozenset()
 
 
 @pytest.mark.parametrize("lost", [True, False])
