@@ -97,7 +97,7 @@ test: setup ## lint, types and all tests but those below; what needs root or BMv
 	@$(IN_PARALLEL) -m 'not in_step and not mutation and not long'
 	@$(IN_STEP) -m 'in_step and not long'
 
-test-long: setup ## whole benches, demonstrations, soaks, and pools at which parts are killed (5 minutes)
+test-long: setup ## whole benches, demonstrations, soaks, and pools at which parts are killed (3 minutes)
 	@$(IN_PARALLEL) -m 'long and not in_step'
 	@$(IN_STEP) -m 'long and in_step'
 
