@@ -60,6 +60,9 @@ _GATHERS_FROM_S: Final = 0.0005
 """From this round-trip time on READs gather for a millisecond, the least that they can say."""
 _CONGESTION_CHUNKS: Final = CHUNKS_PER_SEGMENT // 8
 """So many chunks missing in an answer that has ended are no sign of congestion yet."""
+_PATIENT_TRIES: Final = 2
+"""Of a READ that has been repeated so often in vain, it is not its turn that has not come: it was
+lost, as all are while a switch is away, and what the home sends meanwhile was asked for later."""
 
 
 class Home:
@@ -710,7 +713,7 @@ class Asker:
         timeout_s = min(home.rtt.rto_s * backoff, config.rto_max_s)
         segment.wait_s = self._jittered(timeout_s) + segment.gather_s
         segment.patience_s = 0.0
-        if patient:
+        if patient and segment.tries < _PATIENT_TRIES:
             shared = now < self._shared_until
             segment.patience_s = (config.patience - 1) * segment.wait_s
             segment.patience_s = config.patience_shared_s if shared else segment.patience_s

@@ -402,6 +402,24 @@ def test_silence_is_borne_longer_while_the_home_sends_other_segments() -> None:
     ]
 
 
+def test_reads_that_were_repeated_in_vain_are_repeated_in_time_whatever_else_the_home_sends() -> (
+    None
+):
+    bench = Bench(retry_jitter=0.0, patience=3)
+    bench.fetch(expect_size=len(BYTES))
+    bench.reads()
+    assert [when for when, _, _ in bench.run_timers(0.305)] == pytest.approx([0.1] * 3 + [0.3] * 3)
+    for step in range(60):  # the switch is back, but had lost the READs of segments 1 and 2
+        now = 0.31 + 0.005 * step
+        bench.data(now, 0, [step])
+        assert bench.run_timers(now) == []
+    sent = bench.run_timers(0.705)
+    assert [(when, read.segment) for when, _, read in sent if read.segment] == [
+        (pytest.approx(0.7), 1),
+        (pytest.approx(0.7), 2),
+    ]
+
+
 def test_readers_spread_their_retries() -> None:
     times = set()
     for seed in range(8):
