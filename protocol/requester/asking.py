@@ -60,8 +60,8 @@ _GATHERS_FROM_S: Final = 0.0005
 """From this round-trip time on READs gather for a millisecond, the least that they can say."""
 _CONGESTION_CHUNKS: Final = CHUNKS_PER_SEGMENT // 8
 """So many chunks missing in an answer that has ended are no sign of congestion yet."""
-_PATIENT_TRIES: Final = 2
-"""Of a READ that has been repeated so often in vain, it is not its turn that has not come: it was
+_PATIENT_SILENCES: Final = 2
+"""After so many time-outs in a row, it is not the segment's turn that has not come: its READs were
 lost, as all are while a switch is away, and what the home sends meanwhile was asked for later."""
 
 
@@ -363,7 +363,7 @@ class Asker:
         segment.tag = -1
         segment.sent_at = now
         segment.gather_s = 0.0
-        segment.tries = 0
+        segment.tries = segment.silences = 0
         home.in_window += 1
         self.in_window += 1
         namespace = fetch.block.namespace
@@ -692,6 +692,7 @@ class Asker:
                 if landing is not None and landing.usable and nothing:
                     landing.doubt()
             segment.written = False
+        segment.silences += 1
         segment.happen(now, SegmentEvent.SILENCE)
         self._setback(now, fetch, segment)
         if segment.tries >= self.config.tries_per_home:
@@ -713,7 +714,7 @@ class Asker:
         timeout_s = min(home.rtt.rto_s * backoff, config.rto_max_s)
         segment.wait_s = self._jittered(timeout_s) + segment.gather_s
         segment.patience_s = 0.0
-        if patient and segment.tries < _PATIENT_TRIES:
+        if patient and segment.silences < _PATIENT_SILENCES:
             shared = now < self._shared_until
             segment.patience_s = (config.patience - 1) * segment.wait_s
             segment.patience_s = config.patience_shared_s if shared else segment.patience_s

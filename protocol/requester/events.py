@@ -66,7 +66,7 @@ class RequesterConfig:
     silent home should be left soon, and the window already slows a reader down."""
     patience: int = 6
     """While a home sends other segments, a segment of which nothing comes is given up to so many
-    time-outs before it is asked for again."""
+    time-outs before it is asked for again; not where two of its READs were in vain already."""
     quiet_s: float = 0.05
     """A segment that has begun to arrive, and of which nothing comes for so long (or for a
     round-trip time, if that is longer), has lost its end. Longer than a home needs to serve all

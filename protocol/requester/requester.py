@@ -535,7 +535,7 @@ class Requester:
             shared = None if flags & FLAG_PARTIAL else bool(flags & FLAG_SHARED)
             asker.begin(now, fetch, segment, shared=shared, whole=not arrived.missing)
         segment.base_at = now
-        segment.tries = 0
+        segment.tries = segment.silences = 0
         if arrived.tag == segment.tag:
             asker.sample(now, source, segment, resident=bool(flags & FLAG_RESIDENT))
         missing = assembly.took(arrived)

@@ -151,6 +151,7 @@ class Segment(Timer):
         "place",
         "repeat_at",
         "sent_at",
+        "silences",
         "state",
         "story",
         "tag",
@@ -184,7 +185,9 @@ class Segment(Timer):
         self.sent_at = 0.0
         self.gather_s = 0.0
         self.tries = 0
-        """Setbacks in a row."""
+        """Setbacks in a row,"""
+        self.silences = 0
+        """and how many of them were time-outs."""
         self.base_at = 0.0
         """The last READ or progress; an answer is overdue `wait_s` later,"""
         self.wait_s = 0.0

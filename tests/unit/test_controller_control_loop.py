@@ -15,7 +15,6 @@ from kvcast.controller.core.pool import Pool, PoolOptions
 from kvcast.controller.core.reconcile import SwitchState
 from kvcast.controller.store import SavedState
 from kvcast.controller.switch.control_loop import ControlLoop
-from kvcast.protocol.messages.ethernet import parse_mac
 from kvcast.protocol.messages.wire import BlockId
 from registering import register
 
@@ -108,20 +107,18 @@ async def test_a_node_that_the_switch_serves_and_nobody_knows_is_seen() -> None:
     for number in (1, 2):
         node = bed.pool.membership.nodes.pop(f"node-{number}")
         bed.pool.membership._views = None
-        mac = int.from_bytes(parse_mac(f"02:6b:76:00:00:{number:02x}"), "big")
+        mac = program.mac_number(f"02:6b:76:00:00:{number:02x}")
         assert bed.loop._strangers() == {mac}
         bed.pool.membership.nodes[node.node_id] = node
         bed.pool.membership._views = None
         assert bed.loop._strangers() == frozenset()
 
 
-async def test_a_switch_that_comes_back_with_unknown_nodes_is_not_taken_for_the_one_before() -> (
-    None
-):
+async def test_unknown_nodes_of_a_switch_that_comes_back_are_seen() -> None:
     bed = Bed()
     bed.join(1)
     held = await bed.round()
-    mac = int.from_bytes(parse_mac("02:6b:76:00:00:09"), "big")
+    mac = program.mac_number("02:6b:76:00:00:09")
     held.entries[program.L2_FORWARD, (mac,)] = next(iter(held.entries.values()))
     bed.switch._holds, bed.switch.mirror = held, None
     await bed.loop.round()

@@ -420,6 +420,20 @@ def test_reads_that_were_repeated_in_vain_are_repeated_in_time_whatever_else_the
     ]
 
 
+def test_a_home_that_was_overloaded_is_given_time_while_it_sends_other_segments() -> None:
+    bench = Bench(retry_jitter=0.0, patience=3)
+    bench.fetch(expect_size=len(BYTES))
+    bench.reads()
+    asked: list[float] = []
+    for step in range(60):  # DATA of segment 0 every 20 ms; segment 1 is refused twice
+        now = 0.02 * step
+        bench.data(now, 0, [step])
+        asked += [when for when, _, read in bench.run_timers(now) if read.segment == 1]
+        if step in (0, 11):
+            bench.miss(now, wire.MISS_OVERLOADED, segment=1)
+    assert asked == pytest.approx([0.2, 0.62])  # twice the time-out, four times
+
+
 def test_readers_spread_their_retries() -> None:
     times = set()
     for seed in range(8):
