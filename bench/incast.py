@@ -16,7 +16,8 @@ too, and `over_one_reader` says how many times as long the last of N readers too
 a plain switch, and about 1 where each byte leaves its home once.
 
 `--resident` asks something else: the blocks are pinned into the switch, one node reads them once
-so that they pass and fill it, the home is stopped (SIGSTOP), and N other nodes read. The home's
+so that they pass and fill it, N other nodes read one further block, since an agent's very first
+read teaches it how large blocks are, the home is stopped (SIGSTOP), and they read. The home's
 egress is read after it was woken again, so that a READ that had reached it would show.
 """
 
@@ -98,7 +99,8 @@ class IncastOptions:
     gather_ms: int | None = option(
         "how long the readers, who know of the storm, let the home wait for joiners (0 to 255); "
         "by default 100 ms, and 12 ms a reader beyond eight, up to 250 ms, since they share this "
-        "machine's processors and ask as late as those let them",
+        "machine's processors and ask as late as those let them; 0 for resident blocks, of which "
+        "no home gathers readers",
         default=None,
         parse=int,
         unit="ms",
@@ -114,6 +116,8 @@ class IncastOptions:
         """`gather_ms`, or what stands for None."""
         if self.gather_ms is not None:
             return self.gather_ms
+        if self.resident:
+            return 0
         return min(250, 100 + 12 * max(0, self.readers - 8))
 
     def __post_init__(self) -> None:
@@ -236,15 +240,14 @@ async def _run_resident(options: IncastOptions) -> Outcome:
     outcome = Outcome()
     async with pool, links_to([pool.sockets[h.node_id] for h in pool.star.hosts]) as links:
         namespace = await _namespace(links[0], options)
-        keys = home_keys(pool, "node-1", options.blocks, (options.seed, 0))
-        await _put(links[0], namespace, keys, options.block_bytes)
+        first, *keys = home_keys(pool, "node-1", 1 + options.blocks, (options.seed, 0))
+        await _put(links[0], namespace, [first, *keys], options.block_bytes)
         for key in keys:
             await pool.http("POST", "/v1/pin", {"namespace": namespace, "key": key.hex()})
-        filler = Outcome()
-        await _check(await _get(links[1], namespace, keys, options), keys, options, filler)
-        if filler.misses or filler.wrong_bytes:
-            raise PoolError(f"the read that fills the switch failed: {filler.report()}")
+        await _read_before(links[1], namespace, keys, options)
         await _wait_filled(pool, len(keys) * -(-options.block_bytes // CHUNK_BYTES))
+        for reader in links[2:]:
+            await _read_before(reader, namespace, [first], options)
         await _read_at_once(
             options, outcome, links[0], links[2:], namespace, keys, stopped=(pool, "node-1")
         )
@@ -283,6 +286,16 @@ async def _get(link: NodeLink, namespace: int, keys: list[bytes], options: Incas
     return await client.get(
         namespace, keys, deadline_s=options.deadline_s, gather_ms=options.gather_allowed_ms
     )
+
+
+async def _read_before(
+    link: NodeLink, namespace: int, keys: list[bytes], options: IncastOptions
+) -> None:
+    """A read that is not measured; PoolError if it fails."""
+    outcome = Outcome()
+    await _check(await _get(link, namespace, keys, options), keys, options, outcome)
+    if outcome.misses or outcome.wrong_bytes:
+        raise PoolError(f"a read before the one that is measured failed: {outcome.report()}")
 
 
 async def _read_at_once(

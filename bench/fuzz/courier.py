@@ -36,7 +36,12 @@ from kvcast.protocol.conveyor import GIVEN_HERE, NOT_HERE, READ_IT, REPLY, REQUE
 from kvcast.protocol.courier import CLIENT_HERE, MOST_REPAIRS
 from kvcast.protocol.messages import local, shared
 from kvcast.protocol.messages.bulk import meaning_of
-from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Registered
+from kvcast.protocol.messages.control import (
+    CONTROL_PROTOCOL_VERSION,
+    BlockRef,
+    Registered,
+    Residents,
+)
 from kvcast.protocol.messages.questions import (
     ANSWER,
     ASK_AGENT,
@@ -54,6 +59,7 @@ from kvcast.protocol.messages.questions import (
     TIERS,
 )
 from kvcast.protocol.messages.wire import (
+    CELLS,
     CHUNKINGS,
     FLAG_LAST,
     FLAG_PARTIAL,
@@ -68,8 +74,10 @@ from kvcast.protocol.messages.wire import (
     OP_OFFER,
     SEGMENT_BYTES,
     BlockId,
+    Chunking,
     Frame,
     Offer,
+    chunking_of,
     decode,
     digest_of,
     encode,
@@ -264,7 +272,13 @@ class Stand:
             self._join()
         self._next = 1
 
-    def new_map(self, *, version: str | None = None, homes: tuple[int, ...] = (HOME,)) -> None:
+    def new_map(
+        self,
+        *,
+        version: str | None = None,
+        homes: tuple[int, ...] = (HOME,),
+        chunking: Chunking = CELLS,
+    ) -> None:
         """A map says that everything is at HOME, or at several; `version`: the namespace means
         another thing."""
         found = pool_map()
@@ -285,6 +299,7 @@ class Stand:
             nodes=[*found.nodes, other],
             buckets=[list(homes)] * len(found.buckets),
             namespaces=[namespace],
+            chunk_bytes=chunking.chunk_bytes,
         )
         self.core.control_message(self.now, changed)
         self.core.requester.placement.know({HOME_IP: HOME, HOME_IP + 1: HOME + 1})
@@ -500,13 +515,22 @@ class Stand:
             call.ended(self.now, "unreachable")
         self.core.outbox.calls.clear()
 
-    def bring(self, block: int) -> None:
-        """The home answers a READ for a block, of one chunking, in order and whole."""
+    def hold(self, blocks: Sequence[int]) -> None:
+        """A switch holds these blocks, and no others."""
+        refs = [BlockRef(NAMESPACE, key_of(block)) for block in blocks]
+        self.core.control_message(self.now, Residents(refs))
+
+    def bring(self, block: int, *, flags: int = 0) -> None:
+        """A READ for a block is answered, in order and whole, by DATA that all have these flags; it
+        is cut as the courier has asked for it last, or as its home sends it."""
+        asked = [read for read in map(decode, self.reads) if read.key == key_of(block)]
         code = self.core.pool.chunking.code if self.core.pool is not None else 0
+        if asked:
+            code = chunking_of(asked[-1].segment).code
         count = CHUNKINGS[code].chunks_of(len(content_of(block)), 0)
         for chunk in range(count):
-            flags = FLAG_LAST if chunk == count - 1 else 0
-            self.receive(frame_of(block, chunk, code=code, flags=flags))
+            last = FLAG_LAST if chunk == count - 1 else 0
+            self.receive(frame_of(block, chunk, code=code, flags=flags | last))
 
     def begin_conveyor(self) -> None:
         """There is a conveyor from HOME."""
@@ -796,8 +820,11 @@ class CourierHarness(Harness):
                             local.Get(how, NAMESPACE, [key_of(what % BLOCKS)], 0.1),
                         )
                         stand.settle()
+                    elif how < 245:
+                        stand.hold([block for block in range(BLOCKS) if what >> block % 8 & 1])
                     else:
                         homes = (HOME, HOME + 1) if what > 128 else (HOME,)
-                        stand.new_map(version=str(what), homes=homes)
+                        chunking = CHUNKINGS[what % len(CHUNKINGS)]
+                        stand.new_map(version=str(what), homes=homes, chunking=chunking)
                         stand.settle()
         stand.end()

@@ -19,7 +19,6 @@ goes on.
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from math import inf
@@ -61,6 +60,7 @@ from kvcast.protocol.messages.wire import (
     OP_READ,
     SEGMENT_BYTES,
     BlockId,
+    Chunking,
     Frame,
     bucket_of,
     digest_of,
@@ -267,7 +267,7 @@ class Courier:
         self._spread = spread
         self._metrics = metrics
         self.residents: frozenset[BlockId] = frozenset()
-        """Blocks that the switch holds, of which the requester knows how to ask for them."""
+        """Blocks that the switch holds, each as it was cut into cells."""
         self._arena_address = arena_address
         self._most_bytes = most_bytes
         self._kept: list[Any] = []
@@ -353,11 +353,13 @@ class Courier:
             batch.answers = address_of_buffer(answers) + number * MAX_MANY * ANSWER.size
         self._homes = (ctypes.c_uint32 * BUCKETS)(*[NOBODY] * BUCKETS)
         mine.homes = ctypes.addressof(self._homes)
+        self._in_switch = (ctypes.c_uint32 * BUCKETS)()
+        mine.in_switch = ctypes.addressof(self._in_switch)
         self.fetching = (ctypes.c_uint32 * BUCKETS)()
         """By bucket, how many blocks are being fetched otherwise (`Reads` counts)."""
         mine.fetching = ctypes.addressof(self.fetching)
         mine.index, mine.index_bits = index_address, index_bits
-        self.read = bytearray(_READ_LEAD + len(_read_of(CELLS.code, padded=True)))
+        self.read = bytearray(_READ_LEAD + len(_read_of(padded=True)))
         mine.read = address_of_buffer(self.read) + _READ_LEAD
         self._state = bytearray(DIGEST_STATE_BYTES)
         mine.state = address_of_buffer(self._state) + 63 & ~63
@@ -614,6 +616,8 @@ class Courier:
         least = MOMENT_ROWS + courier.RECORDS
         has_rows = self._ledger is None or self._ledger.free_rows >= least
         self._courier.open = has_rows and self._requester.reads_alone(now)
+        credit = self._requester.config.credit_segments
+        self._courier.reads_at_once = min(courier.MAX_ASKED_A_CLIENT, credit)
         if self._courier.wanted_places:
             self._want(self._courier.wanted_places)
             self._courier.wanted_places = 0
@@ -641,16 +645,19 @@ class Courier:
                     continue
                 if not self._spread.is_busy(nodes[0]):
                     homes[bucket] = nodes[0]
-            for block in itertools.chain(seen.residents, self._spread.blocks()):
+            for block in self._spread.blocks():
                 homes[bucket_of(block.key)] = NOBODY
             for home in set(homes) - {NOBODY}:
                 self._be_patient(home)
             self._courier.chunk_code = pool.chunking.code
             self._courier.read_flags = FLAG_PADDED if seen.padded else 0
-            read = _read_of(pool.chunking.code, padded=seen.padded)
+            read = _read_of(padded=seen.padded)
             self.read_bytes = len(read)
             self.read[_READ_LEAD : _READ_LEAD + len(read)] = read
         ctypes.memmove(self._homes, (ctypes.c_uint32 * BUCKETS)(*homes), ctypes.sizeof(self._homes))
+        ctypes.memset(self._in_switch, 0, ctypes.sizeof(self._in_switch))
+        for block in seen.residents:
+            self._in_switch[bucket_of(block.key)] = 1
 
     def _be_patient(self, home: int) -> None:
         """Wait for that home as long as the requester does."""
@@ -925,12 +932,16 @@ class Courier:
             now,
             told.home,
             told.rtt_ns / 1e9,
-            chunks=-(-first_bytes // (CELLS.chunk_bytes << self._courier.chunk_code)),
+            chunks=-(-first_bytes // self._chunking_of(landed.block).chunk_bytes),
             shared=bool(told.flags & FLAG_SHARED),
             resident=bool(told.flags & FLAG_RESIDENT),
         )
         self._be_patient(told.home)
         return landed
+
+    def _chunking_of(self, block: BlockId) -> Chunking:
+        """How what is read of a block is cut."""
+        return CHUNKINGS[0 if self._in_switch[bucket_of(block.key)] else self._courier.chunk_code]
 
     def _give(self, told: Told, copy: Copy) -> None:
         """A copy is a client's."""
@@ -1028,9 +1039,7 @@ def _ns(seconds: float) -> int:
 _REASONS: Final = tuple(enumerate(courier.REASONS))
 
 
-def _read_of(chunk_code: int, *, padded: bool) -> bytes:
-    """A READ for a whole first segment; namespace, key and tag are put in later."""
+def _read_of(*, padded: bool) -> bytes:
+    """A READ for a whole first segment; namespace, key, segment and tag are put in later."""
     flags = FLAG_PADDED if padded else 0
-    key = bytes(KEY_BYTES)
-    segment = CHUNKINGS[chunk_code].number(0)
-    return encode(Frame(OP_READ, 0, key, segment, flags, wanted=FULL_SEGMENT))
+    return encode(Frame(OP_READ, 0, bytes(KEY_BYTES), 0, flags, wanted=FULL_SEGMENT))

@@ -170,7 +170,7 @@ def _answered(courier: Courier, number: U64, at: U64, length: U64, now_ns: U64) 
     t = courier.table[0]
     segment = swap16(u16_at(at + SEGMENT_AT)[0])
     size = swap32(u32_at(at + SIZE_AT)[0])
-    if segment >> SEGMENT_INDEX_BITS != courier.chunk_code:
+    if segment >> SEGMENT_INDEX_BITS != asked.chunk_code:
         return  # asked for at another time
     place = 0 + courier.landing_count
     if find_copy(t, at) == 0:
@@ -180,7 +180,7 @@ def _answered(courier: Courier, number: U64, at: U64, length: U64, now_ns: U64) 
         return
     landing = courier.landings[place]
     landing.source = asked.home
-    chunk_bytes = CHUNK_BYTES << courier.chunk_code
+    chunk_bytes = CHUNK_BYTES << asked.chunk_code
     first = size
     if first > SEGMENT_BYTES:
         first = 0 + SEGMENT_BYTES
@@ -197,7 +197,7 @@ def _answered(courier: Courier, number: U64, at: U64, length: U64, now_ns: U64) 
     entered.namespace = u16_at(at + NAMESPACE_AT)[0]
     entered.size = size
     entered.source_count = 1
-    entered.chunk_code = courier.chunk_code
+    entered.chunk_code = asked.chunk_code
     enter_copy(t, landing.copy)
     become(courier, asked, AskedState.RECEIVING)
     asked.serial = entered.serial

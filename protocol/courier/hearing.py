@@ -22,6 +22,7 @@ from kvcast.protocol.courier.permissions import (
     may_be_here,
     objection,
     objection_to_many,
+    reads_out,
     room_for,
     taker_for,
 )
@@ -29,6 +30,7 @@ from kvcast.protocol.courier.requests import next_read, send_read
 from kvcast.protocol.courier.states import AskedState, become
 from kvcast.protocol.courier.structures import (
     BELOW,
+    FULL,
     HERE,
     MAX_ASKED,
     NO_CONVEYOR,
@@ -45,7 +47,7 @@ from kvcast.protocol.courier.structures import (
 )
 from kvcast.protocol.messages.questions import GET, GET_MANY, MAX_DEADLINE_MS, MAX_MANY, RELEASE
 from kvcast.protocol.messages.shared import WORD_BYTES
-from kvcast.protocol.messages.wire import KEY_BYTES
+from kvcast.protocol.messages.wire import KEY_BYTES, SEGMENT_BYTES
 
 
 @native
@@ -107,7 +109,11 @@ def _ask_first(courier: Courier, number: U64) -> None:
     asked = courier.asked[number]
     enter_question(courier, number)
     become(courier, asked, AskedState.ASKED)
-    asked.home = courier.homes[bucket_of_key(asked.rest_of_key)]
+    bucket = bucket_of_key(asked.rest_of_key)
+    asked.home = courier.homes[bucket]
+    asked.chunk_code = courier.chunk_code
+    if courier.in_switch[bucket] != 0:
+        asked.chunk_code = 0
     wait_until(courier, asked, asked.asked_ns + courier.patience_ns[asked.home])
     send_read(courier, asked)
 
@@ -115,7 +121,8 @@ def _ask_first(courier: Courier, number: U64) -> None:
 @native
 def _hear_many(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64) -> None:
     """A question for many blocks. Of those from one home the first is asked for by a READ, and the
-    others by the conveyor, once it is known that nobody shares the first."""
+    others by the conveyor, once it is known that nobody shares the first. What a switch may hold is
+    asked for by a READ each."""
     q = Question.at(at)
     who = courier.clients[client]
     count = 1 + (length - size_of(Question)) // KEY_BYTES
@@ -128,21 +135,27 @@ def _hear_many(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64)
     number = begin_batch(courier, client, count, 0 + q.number)
     batch = courier.batches[number]
     keys = at + size_of(Question)
+    reads = reads_out(courier)
     for i in range(count):
         if i != 0:
             q.key = u64_at(keys)[0]
             q.rest_of_key = u64_at(keys)[1]
             keys += KEY_BYTES
         other = asked_for(courier, q.namespace, q.key, q.rest_of_key)
-        home = courier.homes[bucket_of_key(q.rest_of_key)]
+        bucket = bucket_of_key(q.rest_of_key)
+        home = courier.homes[bucket]
+        in_switch = courier.in_switch[bucket] != 0
         why = 0 + NO_OBJECTION
         if other == MAX_ASKED:
-            if home == NOBODY:
+            if home == NOBODY or (in_switch and room > SEGMENT_BYTES):
                 why = 0 + NO_HOME
-            elif courier.fetching[bucket_of_key(q.rest_of_key)] != 0 or may_be_here(courier, q):
+            elif courier.fetching[bucket] != 0 or may_be_here(courier, q):
                 why = 0 + HERE
             elif may_be_below(courier, q):
                 why = 0 + BELOW
+            elif in_switch:
+                if reads >= courier.reads_at_once:
+                    why = 0 + FULL
             elif taker_for(courier, home) == NODES:
                 courier.wished = home + 1
                 why = 0 + NO_CONVEYOR
@@ -156,6 +169,10 @@ def _hear_many(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64)
         asked.place = i
         if other < MAX_ASKED:
             join_question(courier, mine, other)
+            continue
+        if in_switch:
+            reads += 1
+            _ask_first(courier, mine)
             continue
         leader = 0 + batch.leaders
         while leader != NOWHERE and courier.asked[leader].home != home:

@@ -120,6 +120,18 @@ def room_for(courier: Courier, namespace: U64, count: U64) -> U64:
 
 
 @native
+def reads_out(courier: Courier) -> U64:
+    """Questions whose first segment is being read."""
+    count = 0
+    if courier.in_flight != 0:
+        for i in range(MAX_ASKED):
+            state = 0 + courier.asked[i].state
+            if state in (AskedState.ASKED, AskedState.RECEIVING, AskedState.GAPPED):
+                count += 1
+    return count
+
+
+@native
 def taker_for(courier: Courier, node: U64) -> U64:
     """The conveyor from a node; NODES if there is none."""
     for i in range(NODES):
@@ -211,7 +223,7 @@ def objection(courier: Courier, who: Client, q: Question, other: U64, room: U64)
     if other < MAX_ASKED:
         return NO_OBJECTION
     bucket = bucket_of_key(q.rest_of_key)
-    if courier.homes[bucket] == NOBODY:
+    if courier.homes[bucket] == NOBODY or (courier.in_switch[bucket] != 0 and room > SEGMENT_BYTES):
         return NO_HOME
     if courier.fetching[bucket] != 0 or may_be_here(courier, q):
         return HERE

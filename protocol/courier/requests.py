@@ -29,10 +29,16 @@ from kvcast.protocol.messages.offsets import (
     FLAGS_AT,
     KEY_AT,
     NAMESPACE_AT,
+    SEGMENT_AT,
     TAG_AT,
     WANTED_AT,
 )
-from kvcast.protocol.messages.wire import FLAG_PARTIAL, FULL_SEGMENT, SEGMENT_BYTES
+from kvcast.protocol.messages.wire import (
+    FLAG_PARTIAL,
+    FULL_SEGMENT,
+    SEGMENT_BYTES,
+    SEGMENT_INDEX_BITS,
+)
 from kvcast.protocol.placement import leave_copy
 
 
@@ -84,7 +90,9 @@ def next_read(courier: Courier) -> bool:
                     flags |= FLAG_PARTIAL
                     digest += courier.table[0].copies[landing.copy].digest
                     wanted = 0 + landing.missing[0]
+                segment = asked.chunk_code << SEGMENT_INDEX_BITS
                 u16_at(courier.read + FLAGS_AT)[0] = swap16(flags)
+                u16_at(courier.read + SEGMENT_AT)[0] = swap16(segment)
                 u16_at(courier.read + NAMESPACE_AT)[0] = swap16(asked.namespace)
                 u64_at(courier.read + KEY_AT)[0] = asked.key
                 u64_at(courier.read + KEY_AT + 8)[0] = asked.rest_of_key

@@ -40,7 +40,7 @@ CLOSED: Final = 0
 NOT_READABLE: Final = 1
 NO_HOME: Final = 2
 FULL: Final = 3
-"""All questions, records or landing places are in use."""
+"""All questions, records or landing places are in use, or enough is being read."""
 HELD_BYTES: Final = 4
 """The client holds as much as the courier may give it."""
 HERE: Final = 5
@@ -222,6 +222,8 @@ class Asked(Struct):
     """The next that is asked of a home and whose key has the same hash, plus 1."""
     last_follower: U32
     """Of those that follow it, while its batch is heard."""
+    chunk_code: U32
+    """How what it is answered is to be cut."""
 
 
 class Record(Struct):
@@ -277,6 +279,12 @@ class Courier(Struct):
     table: Ptr[Table]
     open: U64
     chunk_code: U64
+    """How what homes send is to be cut,"""
+    in_switch: Ptr[U32]
+    """and by bucket, whether a switch holds blocks of it, and all are read as it has them: by cells
+    (code 0)."""
+    reads_at_once: U64
+    """While so many READs are out, no further block of a batch is read from a switch."""
     patience_ns: Ptr[U64]
     """By node, how long nothing may come from it of what it is asked for."""
     reorder_ns: U64

@@ -8,6 +8,7 @@ and the wait (`test_hostagent_courier_pool`), and orders of events that nobody t
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -57,21 +58,23 @@ from kvcast.protocol.courier import (
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,
-    BlockRef,
     Loads,
     Registered,
-    Residents,
 )
 from kvcast.protocol.messages.questions import GET, MAX_MANY, QUESTION, RELEASE
 from kvcast.protocol.messages.wire import (
+    CELLS,
+    CHUNKINGS,
     FLAG_LAST,
     FLAG_PARTIAL,
+    FLAG_RESIDENT,
     FLAG_RETRY,
     FLAG_SHARED,
     FULL_SEGMENT,
     OP_READ,
     SEGMENT_BYTES,
     BlockId,
+    chunking_of,
     decode,
     digest_of,
 )
@@ -866,17 +869,74 @@ def test_while_most_answers_are_shared_the_courier_is_closed(stand: Stand) -> No
     stand.end()
 
 
-def test_blocks_that_a_switch_holds_are_the_requesters_to_ask_for(stand: Stand) -> None:
-    stand.core.control_message(0.0, Residents([BlockRef(NAMESPACE, key_of(2))]))
+def test_a_block_that_a_switch_holds_is_read_as_the_switch_has_it(stand: Stand) -> None:
+    stand.new_map(chunking=CHUNKINGS[3])
+    stand.pass_time(0.001)
+    stand.fetch(1)
+    stand.bring(1)  # there are landing places for its size again
+    stand.hold([2])
+    for number, code in ((2, CELLS.code), (3, 3)):
+        before = stand.core.requester.counters.data
+        stand.ask(0, number)
+        assert chunking_of(decode(stand.reads[-1]).segment).code == code
+        stand.receive(frame_of(number, 0, code=3 - code))
+        assert stand.courier.in_flight == 1, "what is cut otherwise is no answer"
+        stand.bring(number, flags=0 if code else FLAG_RESIDENT)
+        chunks = CHUNKINGS[code].chunks_of(len(content_of(number)), 0)
+        assert stand.core.requester.counters.data == before + chunks
+    assert stand.given == 2
+    assert (stand.core.metrics.hits_switch_total, stand.core.metrics.hits_home_total) == (1, 1)
+    stand.hold([])
+    stand.store.drop(block_of(2))
     stand.ask(0, 2)
-    assert reasons(stand) == {"no_home": 1}
+    assert chunking_of(decode(stand.reads[-1]).segment).code == 3, "it is not there any more"
+    stand.end()
+
+
+def test_what_is_lost_of_a_block_that_a_switch_holds_is_asked_for_as_the_switch_has_it(
+    stand: Stand,
+) -> None:
+    stand.new_map(chunking=CHUNKINGS[3])
+    stand.pass_time(0.001)
+    stand.fetch(1)
+    stand.bring(1)
+    stand.hold([2])
+    stand.ask(0, 2)
+    lost, last = 5, CELLS.chunks_of(len(content_of(2)), 0) - 1
+    for chunk in set(range(last + 1)) - {lost}:
+        flags = FLAG_RESIDENT | (FLAG_LAST if chunk == last else 0)
+        stand.receive(frame_of(2, chunk, flags=flags))
+    stand.pass_time(2 * REORDER_S)
+    repair = decode(stand.reads[-1])
+    assert (repair.wanted, chunking_of(repair.segment)) == (1 << lost, CELLS)
+    stand.receive(frame_of(2, lost, flags=FLAG_RESIDENT | FLAG_LAST))
+    assert stand.given == 1
+    stand.end()
+
+
+def test_a_large_block_that_a_switch_holds_is_the_requesters_to_ask_for(large: Stand) -> None:
+    large.hold([12])
+    large.ask(0, 12)
+    large.ask_many(1, [12, 12])
+    assert reasons(large) == {"no_home": 3}
+    large.end()
+
+
+def test_wrong_bytes_of_a_switch_are_not_given(stand: Stand) -> None:
+    stand.hold([2])
+    stand.ask(0, 2)
+    last = CELLS.chunks_of(len(content_of(2)), 0) - 1
+    for chunk in range(last + 1):
+        flags = FLAG_RESIDENT | (FLAG_LAST if chunk == last else 0)
+        stand.receive(frame_of(2, chunk, spoil=chunk == 3, flags=flags))
+    assert (stand.given, reasons(stand)) == (0, {"wrong_digest": 1})
     stand.end()
 
 
 def test_a_question_about_a_block_that_a_switch_takes_is_handed_over_alone(stand: Stand) -> None:
     stand.ask(0, 2)
     stand.ask(1, 3)
-    stand.core.control_message(stand.now, Residents([BlockRef(NAMESPACE, key_of(2))]))
+    stand.hold([2])
     stand.pass_time(0.001)
     assert reasons(stand) == {"yielded": 1}
     stand.bring(3)
@@ -1394,6 +1454,55 @@ def test_of_many_blocks_the_first_is_read_and_the_others_come_by_the_conveyor(ma
     assert metrics.payload_bytes_received_udp_total == 2 * sizes[0]  # once to know the size
     assert metrics.payload_bytes_received_bulk_get_total == sum(sizes[1:])
     many.end()
+
+
+def test_of_many_blocks_that_a_switch_holds_each_is_read(many: Stand) -> None:
+    many.end_conveyor()
+    many.hold(SMALL)
+    many.ask_many(0, (*SMALL, SMALL[1]))
+    assert [decode(read).key for read in many.reads] == list(map(key_of, SMALL))
+    for number in reversed(SMALL):
+        assert not many.given, "one message answers them all"
+        many.bring(number, flags=FLAG_RESIDENT)
+    assert [block for block, _, _ in many.held[0].values()] == [*SMALL, SMALL[1]]
+    assert many.core.metrics.hits_switch_total == len(SMALL) + 1
+    many.end()
+
+
+def test_what_a_switch_holds_neither_leads_nor_follows_in_a_batch(many: Stand) -> None:
+    in_switch = [number for number in SMALL if number % 3 == 1]  # one bucket
+    others = [number for number in SMALL if number % 3 != 1]
+    many.hold(in_switch[:1])
+    many.ask_many(0, SMALL)
+    assert [decode(read).key for read in many.reads] == list(map(key_of, [1, 2, 7]))
+    assert set(in_switch) == {1, 7}
+    many.bring(1, flags=FLAG_RESIDENT)
+    many.bring(7)
+    assert not many.wanted, "what the first of the others finds out is not known"
+    many.bring(2)
+    assert [wanted.key for wanted in many.wanted] == list(map(key_of, others[1:]))
+    for _ in others[1:]:
+        many.reply()
+    assert many.given == len(SMALL)
+    many.end()
+
+
+@pytest.mark.parametrize(("credit", "most"), [(2, 2), (64, MAX_ASKED_A_CLIENT)])
+def test_no_more_of_many_are_read_from_a_switch_than_there_is_credit_for(
+    stand: Stand, credit: int, most: int
+) -> None:
+    held = range(100, 120)
+    stand.ask_many(0, held)
+    assert reasons(stand) == {"no_landing": len(held)}
+    requester = stand.core.requester
+    requester.config = replace(requester.config, credit_segments=credit)
+    stand.hold([*held, 2])
+    stand.pass_time(0.001)
+    stand.ask(1, 2)
+    stand.ask_many(0, held)
+    assert len(stand.reads) == most
+    assert reasons(stand) == {"no_landing": len(held), "full": len(held) + 1 - most}
+    stand.end()
 
 
 def test_what_is_shared_is_read_by_the_agent_but_for_the_first(many: Stand) -> None:
