@@ -32,7 +32,9 @@ One of two *rules* holds; `ghosts` finds out which.
   read before it.
 
 By default one read is enough for free slots, since these cost nothing. When a few nodes read a
-block once each, the first read lets it in and the second fills it, so the third can be served.
+block once each, the first read lets it in and the second fills it, so the third can be served. To
+displace others takes six reads in short order: what it costs is a fill, and time in which the slots
+answer nobody.
 
 *Quotas*: a namespace may have a `Room` of its own, in slots. If it is full, a contender displaces
 blocks of its own namespace, by the same rules. It displaces others only for the slots that it still
@@ -110,7 +112,7 @@ class ValueOptions:
     least_half_life_s: float = 1.0
     horizon_s: float = 30.0
     min_reads: float = 0.9
-    displace_reads: float = 2.0
+    displace_reads: float = 4.0
     margin: float = 1.25
     keep_value: float = 1024.0
     min_stay_s: float = 1.0

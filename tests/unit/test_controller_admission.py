@@ -434,17 +434,19 @@ def test_a_read_or_two_are_worth_a_free_slot_but_nobody_elses() -> None:
     assert heat.best(2, 0.0, without=()) == [block(2)]
 
 
-def test_a_large_block_that_was_read_twice_displaces_nobody_though_it_took_many_reads() -> None:
+def test_a_large_block_that_was_read_five_times_displaces_nobody_though_it_took_many_reads() -> (
+    None
+):
     size = 8 * SEGMENT_BYTES
     holders = [holder(number) for number in range(8)]
     little = dict.fromkeys(range(8), 0.1)
-    heat = heat_with({9: 8 * 2, **little}, size=size)
+    heat = heat_with({9: 8 * 5, **little}, size=size)
     choice = chosen([contender(9, size)], holders, heat=heat)
     assert not choice.evict
-    assert choice.refused[0][1] == "1.4 reads expected, too few to displace others"
-    heat = heat_with({9: 8 * 3, **little}, size=size)
+    assert choice.refused[0][1] == "3.5 reads expected, too few to displace others"
+    heat = heat_with({9: 8 * 6, **little}, size=size)
     choice = chosen([contender(9, size)], holders, heat=heat)
-    assert len(choice.evict) == 8, "it was read three times"
+    assert len(choice.evict) == 8, "it was read six times"
 
 
 def test_two_blocks_of_about_one_value_do_not_take_turns() -> None:

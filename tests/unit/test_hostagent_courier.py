@@ -1487,10 +1487,12 @@ def test_what_a_switch_holds_neither_leads_nor_follows_in_a_batch(many: Stand) -
     many.end()
 
 
+@pytest.mark.parametrize("flags", [None, FLAG_RESIDENT, FLAG_RESIDENT | FLAG_LAST])
 @pytest.mark.parametrize(("credit", "most"), [(2, 2), (64, MAX_ASKED_A_CLIENT)])
 def test_no_more_of_many_are_read_from_a_switch_than_there_is_credit_for(
-    stand: Stand, credit: int, most: int
+    stand: Stand, credit: int, most: int, flags: int | None
 ) -> None:
+    """`flags`: of what has come of a block that is being read already; None: nothing has."""
     held = range(100, 120)
     stand.ask_many(0, held)
     assert reasons(stand) == {"no_landing": len(held)}
@@ -1499,6 +1501,8 @@ def test_no_more_of_many_are_read_from_a_switch_than_there_is_credit_for(
     stand.hold([*held, 2])
     stand.pass_time(0.001)
     stand.ask(1, 2)
+    if flags is not None:
+        stand.receive(frame_of(2, 3, flags=flags))
     stand.ask_many(0, held)
     assert len(stand.reads) == most
     assert reasons(stand) == {"no_landing": len(held), "full": len(held) + 1 - most}
