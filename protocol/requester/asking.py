@@ -615,7 +615,7 @@ class Asker:
         segment.waits_at_switch = True
         segment.sent_at = now
         segment.gather_s = gather_ms / 1000
-        if first_wave and gather_ms >= config.repeat_from_gather_ms:
+        if first_wave and fetch.asks_twice and gather_ms >= config.repeat_from_gather_ms:
             segment.repeat_at = now + segment.gather_s / 3
         if event is SegmentEvent.ASK and segment.place is not None:
             # A repeat has the same tag, so what it is answered to cannot be told.

@@ -134,6 +134,7 @@ class Fetch:
     """One block on its way here."""
 
     __slots__ = (
+        "asks_twice",
         "assembly",
         "block",
         "chunking",
@@ -181,6 +182,8 @@ class Fetch:
         self.group = 0
         self.gather_ms = 0
         self.gathers = True
+        self.asks_twice = True
+        """Whether a READ that lets its home gather is sent twice."""
         self.may_probe = False
         """Whether an offer is still of use, so that only the first segment is read as yet."""
         self.offer: Offer | None = None
