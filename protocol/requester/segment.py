@@ -237,6 +237,7 @@ class Segment(Timer):
         assert (state in ASKS_SOON) == (self.ask_at != inf), f"ask_at of {self}"
         assert state is SegmentState.ASKED or self.repeat_at == inf, f"repeat_at of {self}"
         assert state in IN_FLIGHT or not self.in_window, f"place of {self}"
+        assert self.silences <= self.tries, f"setbacks of {self}"
         assert state in AWAITING or not self.overtaken, f"overtaken: {self}"
         assert state is not SegmentState.DROPPED, f"{self} is still there"
         if missing is None or missing == all_chunks:

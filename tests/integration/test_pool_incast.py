@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from kvcast.bench import incast
 from kvcast.bench.incast import IncastOptions, run
+from kvcast.bench.replay import NodeLink
 from kvcast.protocol.messages.wire import CHUNK_BYTES
 from kvcast.topologies.pool import DATA_FRAME_BYTES, PoolError
 
@@ -63,13 +66,44 @@ async def test_links_of_a_rate_carry_no_more_in_either_direction(tmp_path: Path)
     assert stats["ports"]["1"]["rx_bytes"] >= 2 * blocks * size  # all of it came over the link
 
 
-async def test_a_resident_block_is_served_while_its_home_is_stopped(tmp_path: Path) -> None:
+async def test_a_resident_block_is_served_while_its_home_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before: list[tuple[object, list[bytes]]] = []
+    read_before = incast._read_before
+
+    async def noted(link: NodeLink, namespace: int, keys: list[bytes], options: Any) -> None:
+        before.append((link, keys))
+        await read_before(link, namespace, keys, options)
+
+    monkeypatch.setattr(incast, "_read_before", noted)
     report = await run(IncastOptions(readers=2, blocks=2, resident=True, run_dir=tmp_path))
+    (_, measured), *firsts = before
+    assert len(measured) == 2, "one node fills the switch"
+    assert len({link for link, _ in firsts}) == len(firsts) == 2, "and each reader has read before"
+    assert all(len(keys) == 1 and not set(keys) & set(measured) for _, keys in firsts)
     assert report["home_egress_bytes"] == 0
     assert report["home_egress_ratio"] == 0
     assert report["hits"]["switch"] == report["gets"] == 4
     assert report["misses"] == 0
     assert report["wrong_bytes"] == 0
+
+
+async def test_a_read_that_is_not_measured_has_to_bring_its_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def nothing(*_: object) -> list[None]:
+        return [None]
+
+    monkeypatch.setattr(incast, "_get", nothing)
+    with pytest.raises(PoolError, match="before the one that is measured failed"):
+        await incast._read_before(cast(NodeLink, None), 1, [bytes(16)], IncastOptions())
+
+
+def test_readers_of_what_the_switch_holds_are_not_gathered_unless_that_is_asked_for() -> None:
+    assert IncastOptions(resident=True).gather_allowed_ms == 0
+    assert IncastOptions(resident=True, gather_ms=30).gather_allowed_ms == 30
+    assert IncastOptions(readers=8).gather_allowed_ms == 100
 
 
 @pytest.mark.parametrize(

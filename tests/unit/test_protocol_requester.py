@@ -1168,7 +1168,7 @@ def test_a_read_of_what_a_switch_holds_is_not_sent_twice_and_takes_no_offer() ->
     (read,) = bench.reads()
     assert read.gather == 90, "the switch may still have to fill it"
     assert bench.run_timers(0.09) == []
-    bench = Bench()
+    bench = Bench(usable_offer_kinds=frozenset({wire.OFFER_TCP}))
     bench.fetch(in_switch=True)
     bench.data(0.001, 0, [0])
     assert {read.segment for read in bench.reads()} >= {1, 2}, "it does not wait for an offer"
