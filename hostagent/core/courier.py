@@ -353,8 +353,8 @@ class Courier:
             batch.answers = address_of_buffer(answers) + number * MAX_MANY * ANSWER.size
         self._homes = (ctypes.c_uint32 * BUCKETS)(*[NOBODY] * BUCKETS)
         mine.homes = ctypes.addressof(self._homes)
-        self._in_switch = (ctypes.c_uint32 * BUCKETS)()
-        mine.in_switch = ctypes.addressof(self._in_switch)
+        self._resident = (ctypes.c_uint32 * BUCKETS)()
+        mine.resident = ctypes.addressof(self._resident)
         self.fetching = (ctypes.c_uint32 * BUCKETS)()
         """By bucket, how many blocks are being fetched otherwise (`Reads` counts)."""
         mine.fetching = ctypes.addressof(self.fetching)
@@ -655,9 +655,9 @@ class Courier:
             self.read_bytes = len(read)
             self.read[_READ_LEAD : _READ_LEAD + len(read)] = read
         ctypes.memmove(self._homes, (ctypes.c_uint32 * BUCKETS)(*homes), ctypes.sizeof(self._homes))
-        ctypes.memset(self._in_switch, 0, ctypes.sizeof(self._in_switch))
+        ctypes.memset(self._resident, 0, ctypes.sizeof(self._resident))
         for block in seen.residents:
-            self._in_switch[bucket_of(block.key)] = 1
+            self._resident[bucket_of(block.key)] = 1
 
     def _be_patient(self, home: int) -> None:
         """Wait for that home as long as the requester does."""
@@ -941,7 +941,8 @@ class Courier:
 
     def _chunking_of(self, block: BlockId) -> Chunking:
         """How what is read of a block is cut."""
-        return CHUNKINGS[0 if self._in_switch[bucket_of(block.key)] else self._courier.chunk_code]
+        cells = self._resident[bucket_of(block.key)]
+        return CELLS if cells else CHUNKINGS[self._courier.chunk_code]
 
     def _give(self, told: Told, copy: Copy) -> None:
         """A copy is a client's."""

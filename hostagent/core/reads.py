@@ -625,7 +625,7 @@ class Reads:
             expect_size=expect_size,
             expect_digest=digest,
             chunking=chunking,
-            in_switch=block in self.residents,
+            resident=block in self.residents,
             gather_ms=gather_ms,
             gathers=not self._alone(block.namespace),
             group=group,

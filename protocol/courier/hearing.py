@@ -6,6 +6,8 @@ not know: which questions are allowed (`permissions`), or what homes answer.
 
 from __future__ import annotations
 
+from typing import Final
+
 from kvcast.native.subset import U32, U64, native, size_of, u64_at
 from kvcast.protocol.conveyor import NODES
 from kvcast.protocol.courier.endings import answered_one, begin_answer, begin_batch, begin_record
@@ -47,7 +49,9 @@ from kvcast.protocol.courier.structures import (
 )
 from kvcast.protocol.messages.questions import GET, GET_MANY, MAX_DEADLINE_MS, MAX_MANY, RELEASE
 from kvcast.protocol.messages.shared import WORD_BYTES
-from kvcast.protocol.messages.wire import KEY_BYTES, SEGMENT_BYTES
+from kvcast.protocol.messages.wire import CELLS, KEY_BYTES, SEGMENT_BYTES
+
+_CELLS: Final = CELLS.code
 
 
 @native
@@ -112,8 +116,8 @@ def _ask_first(courier: Courier, number: U64) -> None:
     bucket = bucket_of_key(asked.rest_of_key)
     asked.home = courier.homes[bucket]
     asked.chunk_code = courier.chunk_code
-    if courier.in_switch[bucket] != 0:
-        asked.chunk_code = 0
+    if courier.resident[bucket] != 0:
+        asked.chunk_code = 0 + _CELLS
     wait_until(courier, asked, asked.asked_ns + courier.patience_ns[asked.home])
     send_read(courier, asked)
 
@@ -144,16 +148,16 @@ def _hear_many(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64)
         other = asked_for(courier, q.namespace, q.key, q.rest_of_key)
         bucket = bucket_of_key(q.rest_of_key)
         home = courier.homes[bucket]
-        in_switch = courier.in_switch[bucket] != 0
+        resident = courier.resident[bucket] != 0
         why = 0 + NO_OBJECTION
         if other == MAX_ASKED:
-            if home == NOBODY or (in_switch and room > SEGMENT_BYTES):
+            if home == NOBODY or (resident and room > SEGMENT_BYTES):
                 why = 0 + NO_HOME
             elif courier.fetching[bucket] != 0 or may_be_here(courier, q):
                 why = 0 + HERE
             elif may_be_below(courier, q):
                 why = 0 + BELOW
-            elif in_switch:
+            elif resident:
                 if reads >= courier.reads_at_once:
                     why = 0 + FULL
             elif taker_for(courier, home) == NODES:
@@ -170,7 +174,7 @@ def _hear_many(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64)
         if other < MAX_ASKED:
             join_question(courier, mine, other)
             continue
-        if in_switch:
+        if resident:
             reads += 1
             _ask_first(courier, mine)
             continue

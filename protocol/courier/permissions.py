@@ -223,7 +223,7 @@ def objection(courier: Courier, who: Client, q: Question, other: U64, room: U64)
     if other < MAX_ASKED:
         return NO_OBJECTION
     bucket = bucket_of_key(q.rest_of_key)
-    if courier.homes[bucket] == NOBODY or (courier.in_switch[bucket] != 0 and room > SEGMENT_BYTES):
+    if courier.homes[bucket] == NOBODY or (courier.resident[bucket] != 0 and room > SEGMENT_BYTES):
         return NO_HOME
     if courier.fetching[bucket] != 0 or may_be_here(courier, q):
         return HERE

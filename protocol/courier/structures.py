@@ -280,7 +280,7 @@ class Courier(Struct):
     open: U64
     chunk_code: U64
     """How what homes send is to be cut,"""
-    in_switch: Ptr[U32]
+    resident: Ptr[U32]
     """and by bucket, whether a switch holds blocks of it, and all are read as it has them: by cells
     (code 0)."""
     reads_at_once: U64

@@ -156,7 +156,7 @@ class Requester:
         expect: bool = False,
         expect_waits: int = 1,
         probe: bool = True,
-        in_switch: bool = False,
+        resident: bool = False,
         repeat: bool = False,
     ) -> int:
         """Start fetching `block` from the first of `homes` that works; returns the fetch's id.
@@ -167,7 +167,7 @@ class Requester:
         With `expect_digest` (not 0) no copy but that one is taken.
         READs are for chunks of `chunking`, unless the home is known to send no such ones.
         Without `probe` no offer is taken. Nor is one if a switch holds the block, or is to
-        (`in_switch`); nor is a READ sent twice then, which a switch answers twice. Without
+        (`resident`); nor is a READ sent twice then, which a switch answers twice. Without
         `gathers` no READ gathers, whatever `gather_ms` or the configuration say, and however many
         answers are shared. `repeat`: its first segment was asked for past this, and nothing came.
         With `expect`, nothing is asked for until the reader group's DATA fails to come, be it of
@@ -206,11 +206,9 @@ class Requester:
         looks_for_company = fetch.gather_ms or group or expect
         fetch.report.met = self.has_met(now, block)
         fetch.may_probe = (
-            (probe and not in_switch and not looks_for_company)
-            and not fetch.report.met
-            and self.may_probe(now)
-        )
-        fetch.asks_twice = not in_switch
+            probe and not (resident or looks_for_company or fetch.report.met)
+        ) and self.may_probe(now)
+        fetch.asks_twice = not resident
         self._asker.expect_company(now, fetch.gather_ms)
         self._life.begin(now, fetch, expect=expect)
         if repeat:

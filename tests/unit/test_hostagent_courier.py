@@ -1470,12 +1470,12 @@ def test_of_many_blocks_that_a_switch_holds_each_is_read(many: Stand) -> None:
 
 
 def test_what_a_switch_holds_neither_leads_nor_follows_in_a_batch(many: Stand) -> None:
-    in_switch = [number for number in SMALL if number % 3 == 1]  # one bucket
+    resident = [number for number in SMALL if number % 3 == 1]  # one bucket
     others = [number for number in SMALL if number % 3 != 1]
-    many.hold(in_switch[:1])
+    many.hold(resident[:1])
     many.ask_many(0, SMALL)
     assert [decode(read).key for read in many.reads] == list(map(key_of, [1, 2, 7]))
-    assert set(in_switch) == {1, 7}
+    assert set(resident) == {1, 7}
     many.bring(1, flags=FLAG_RESIDENT)
     many.bring(7)
     assert not many.wanted, "what the first of the others finds out is not known"

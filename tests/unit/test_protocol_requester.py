@@ -1164,12 +1164,12 @@ def test_reads_after_the_first_wave_and_short_gatherings_are_not_sent_twice() ->
 
 def test_a_read_of_what_a_switch_holds_is_not_sent_twice_and_takes_no_offer() -> None:
     bench = Bench(gather_ms=90)
-    bench.fetch(in_switch=True)
+    bench.fetch(resident=True)
     (read,) = bench.reads()
     assert read.gather == 90, "the switch may still have to fill it"
     assert bench.run_timers(0.09) == []
     bench = Bench(usable_offer_kinds=frozenset({wire.OFFER_TCP}))
-    bench.fetch(in_switch=True)
+    bench.fetch(resident=True)
     bench.data(0.001, 0, [0])
     assert {read.segment for read in bench.reads()} >= {1, 2}, "it does not wait for an offer"
 
