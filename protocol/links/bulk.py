@@ -51,6 +51,12 @@ class BulkOptions:
     """How long a connection without a request is kept."""
     transfer_timeout_s: float = 30.0
     """How long the callee takes over one request, the bytes of its blocks included."""
+    part_bytes: int = 256 << 10
+    """So much of an answer to a get is promised at once, unless the link carries more in some
+    milliseconds: what was promised is sent, whoever else asks for it meanwhile."""
+    connection_s: float = 6.0
+    """An answer to a get that has been leaving for so long goes on over another connection. The
+    kernel's BBR has one that was full for 10 s nearly empty for 0.2 s; not one that has rested."""
     silence_s: float = 2.0
     """How long a get may wait for the next bytes of its answer; there is another way."""
 

@@ -49,9 +49,6 @@ from kvcast.protocol.messages.bulk import (
 )
 from kvcast.protocol.messages.wire import KEY_BYTES
 
-PART_BYTES: Final = 256 << 10
-"""So much of a get's answer is promised at once, unless the link carries more in `QUICK_S`: what
-was promised is sent, whoever else asks for it meanwhile."""
 QUICK_S: Final = 0.01
 """A part that has left within so long is followed by one twice as long,"""
 SLOW_S: Final = 0.05
@@ -166,8 +163,10 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         """and what is wanted behind them."""
         self._in_parts = False
         self._answer_bytes = 0
-        """Of the present get, promised so far."""
-        self._part_bytes = PART_BYTES
+        """Of the present get, promised so far,"""
+        self._answer_at = now
+        """the first of them at that time."""
+        self._part_bytes = options.part_bytes
         self._part_at = now
         self._put_namespace = 0
         """The same of those that are coming."""
@@ -287,7 +286,13 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         views: list[memoryview] = []
         part_bytes = 0
         meets = self._meets(now)
-        while self._left and not (self._in_parts and part_bytes >= self._part_bytes):
+        if not self._answer_bytes:
+            self._answer_at = now
+        is_last = now - self._answer_at >= self._options.connection_s
+        while self._left:
+            is_full = self._in_parts and part_bytes >= self._part_bytes
+            if is_full and not is_last:
+                break
             block = self._left.popleft()
             if meets(block):
                 service.told(now, caller, namespace, block)
@@ -295,7 +300,7 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
                 continue
             if self._in_parts:
                 service.leaves(now, caller, namespace, block)
-            if self._answer_bytes and service.is_below(namespace, block):
+            if self._answer_bytes and (is_full or service.is_below(namespace, block)):
                 headers.append(BlockHeader(LATER))
                 continue
             copy = service.get(caller, namespace, block)
@@ -334,7 +339,7 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         if took_s < QUICK_S:
             self._part_bytes = min(2 * self._part_bytes, MAX_BULK_BYTES)
         elif took_s > SLOW_S:
-            self._part_bytes = max(self._part_bytes // 2, PART_BYTES)
+            self._part_bytes = max(self._part_bytes // 2, self._options.part_bytes)
 
     def _caller_of(self, message: CallerMessage) -> str:
         if not isinstance(message, BulkHello) or message.version != BULK_PROTOCOL_VERSION:

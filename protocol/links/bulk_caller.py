@@ -232,9 +232,8 @@ class BulkCaller:
             most = self.options.connections_per_peer
             count = len(peer.busy) + len(peer.idle)
             assert count <= most + self.options.assured_per_peer, f"{count} connections"
-            if not any(connection.put_back for connection in peer.busy):
-                assert not peer.queue or len(peer.busy) >= most
-                assert not peer.queue or self._next_flow(peer) is None
+            assert not peer.queue or len(peer.busy) >= most
+            assert not peer.queue or self._next_flow(peer) is None
             assert len(peer.queue) <= self.options.queue_per_peer
             for connection in (*peer.busy, *peer.idle):
                 assert not connection.closed
@@ -285,14 +284,15 @@ class BulkCaller:
             peer.idle.append(connection)
         self._start(now, connection.node, peer)
 
-    def again(self, peer: _Peer, calls: Sequence[BulkCall]) -> None:
-        """Make these calls once more, before all others; they began before."""
+    def again(self, now: float, connection: BulkConnection, calls: Sequence[BulkCall]) -> None:
+        """Make these calls of a connection once more, before all others; they began before."""
         if self._closed:
             for call in calls:
                 self._complete(call, UNREACHABLE)
         else:
-            peer.queue.push_front(calls)
+            connection.peer.queue.push_front(calls)
             self._note_due(calls)
+            self._start(now, connection.node, connection.peer)
 
     def closed(self, connection: BulkConnection) -> None:
         """A connection is closed."""
@@ -322,8 +322,6 @@ class BulkConnection(LinkStream[CalleeMessage]):
         """Those that have not ended, in order."""
         self.state = RequestState.CONNECTING
         """Of the calls that have not ended."""
-        self.put_back = False
-        """Some of the calls come with the next answer: they wait until this is free."""
         self._last_moment = 0.0
         """When the first of the calls must have ended."""
         self._link = link
@@ -352,7 +350,6 @@ class BulkConnection(LinkStream[CalleeMessage]):
         self.namespace = namespace_of(calls[0])
         self._last_moment = min(call.deadline for call in calls)
         self._reused = self.state is RequestState.IDLE
-        self.put_back = False
         if self._reused:
             self._request(now)
         else:
@@ -517,8 +514,8 @@ class BulkConnection(LinkStream[CalleeMessage]):
                 skipped_bytes += header.size_bytes - call.start_bytes
                 self._skip_block(header.size_bytes - call.start_bytes)
         self.calls.extend(behind)
-        self._link.again(self.peer, later)
-        self.put_back |= bool(later)
+        if later:
+            self._link.again(now, self, later)
         if skipped_bytes > MAX_SKIPPED_BYTES:
             self.end(now)
         elif self.calls:
@@ -589,7 +586,7 @@ class BulkConnection(LinkStream[CalleeMessage]):
     def _end_calls(self, now: float) -> None:
         calls, self.calls = self.calls, deque()
         if self._reused and self.state in UNANSWERED:
-            self._link.again(self.peer, calls)
+            self._link.again(now, self, calls)
         else:
             failed = UNWANTED if self._unwanted else UNREACHABLE
             for call in calls:

@@ -875,7 +875,8 @@ def test_one_request_is_bounded_in_blocks_and_bytes() -> None:
     assert callee._counters.bulk_requests_served_total == 2
     assert len(caller.outcomes) == MAX_BULK_BLOCKS + 1
     # The second of two large ones comes with the next answer.
-    caller, service = Caller(), Service(blocks_of((1, 2, 3), MAX_BULK_BYTES // 2))
+    caller = Caller(BulkOptions(connections_per_peer=1))
+    service = Service(blocks_of((1, 2, 3), MAX_BULK_BYTES // 2))
     caller.ask(0.0, *(caller.get_any(str(n), n) for n in (1, 2, 3)))
     connection, callee = caller.connected(), serve(service)
     converse(caller, connection, callee, piece=1 << 30, direct=True, at_most=1 << 30)
@@ -942,8 +943,9 @@ def test_an_answer_that_lies_about_blocks_ends_the_connection_and_the_gets(answe
     assert caller.metrics.bulk_protocol_errors_total == 1
 
 
-def test_what_is_for_later_is_asked_for_when_the_present_answer_is_there() -> None:
-    caller = Caller()
+@pytest.mark.parametrize("connections", [1, 2])
+def test_what_is_for_later_is_asked_for_as_soon_as_a_connection_is_free(connections: int) -> None:
+    caller = Caller(BulkOptions(connections_per_peer=connections))
     caller.ask(0.0, caller.get_any("1", 1), caller.get_any("2", 2))
     connection = caller.connected()
     connection.bytes_to_send(0.0, 1 << 20)
@@ -952,13 +954,115 @@ def test_what_is_for_later_is_asked_for_when_the_present_answer_is_there() -> No
     )
     caller.act()
     assert len(connection.calls) == 1
+    assert len(caller.wanted) == connections - 1
     connection.received(0.0, bytes(4096))
     caller.act()
     assert [name for name, _ in caller.outcomes] == ["1"]
-    (call,) = connection.calls
+    (call,) = caller.connected().calls if caller.wanted else connection.calls
     assert isinstance(call, GetCall)
     assert call.block.key == key(2)
+
+
+@pytest.mark.parametrize("may_read", [True, False])
+def test_a_long_answer_goes_on_over_another_connection_before_its_first_is_idle(
+    may_read: bool,
+) -> None:
+    """Every half a second a message passes, or a block."""
+    caller = Caller(BulkOptions(connections_per_peer=2))
+    service = Service(blocks_of(range(9), OPTIONS.part_bytes))
+    calls = [caller.get_any(str(number), number) for number in range(9)]
+    for call in calls:
+        call.may_read = may_read
+    caller.ask(0.0, *calls)
+    first, callee = caller.connected(), serve(service)
+    now, is_under_way = 0.0, False
+    while data := first.bytes_to_send(now, 1 << 20) or callee.bytes_to_send(now, 1 << 20):
+        (first if now else callee).received(now, data)
+        now += 0.5
+        caller.act()
+        is_under_way |= bool(first.calls and caller.wanted)
+    assert is_under_way == may_read
+    assert service.waiting == service.out == []
+    if may_read:
+        # A part is one block, and takes a second: the seventh begins after 6 s, and is the last.
+        assert [name for name, _ in caller.outcomes] == ["0", "1", "2", "3", "4", "5", "6"]
+        converse(caller, caller.connected(now), serve(service), now=now, at_most=1 << 20)
+    assert caller.outcomes == [(str(number), bulk.DONE) for number in range(9)]
     assert not caller.wanted
+
+
+class _Disk(Service):
+    """Brings what lies below to whoever waits, in whatever order."""
+
+    def __init__(self, held: dict[bytes, Copy], below: Iterable[bytes]) -> None:
+        super().__init__(held)
+        self.below = {key: self.held.pop(key) for key in below}
+        self.comes: list[Callable[[], None]] = []
+
+    def bring(self, now: float, get: BulkGet, then: Callable[[float], None]) -> bool:
+        waits = super().bring(now, get, then)
+        if waits:
+            assert self.brought is not None
+            self.comes.append(self.brought)
+        return waits
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_every_get_ends_once_however_its_answer_is_parted(seed: int) -> None:
+    """Over several connections at once, some of which break; with blocks that are not there, that
+    lie below, and that others want, too."""
+    rng = random.Random(seed)
+    options = BulkOptions(
+        connections_per_peer=rng.choice((1, 2, 4)),
+        part_bytes=rng.choice((1, 2_000, 1 << 20)),
+        connection_s=rng.choice((0.0, 0.5, 100.0)),
+        silence_s=1e6,
+        transfer_timeout_s=1e6,
+        idle_s=1e6,
+    )
+    breaks = rng.choice((0.0, 0.05))
+    names = {number: str(number) for number in range(30)}
+    blocks = blocks_of((n for n in names if rng.random() < 0.9), rng.choice((700, 5_000)))
+    service = _Disk(dict(blocks), [k for k in blocks if rng.random() < rng.choice((0, 0.3))])
+    service.met = {key(n) for n in names if rng.random() < rng.choice((0, 0, 0.3))}
+    caller = Caller(options)
+    calls = [caller.get_any(name, number) for number, name in names.items()]
+    for call in calls:
+        call.may_read, call.deadline = True, 1e6
+    caller.ask(0.0, *calls)
+    pairs: list[tuple[BulkConnection, BulkCallee[Copy]]] = []
+    now, broken = 0.0, False
+    for _ in range(20_000):
+        if len(caller.outcomes) == len(calls):
+            break
+        now += 0.02
+        if caller.wanted and rng.random() < 0.3:
+            callee = BulkCallee(now, service, options, Metrics())
+            pairs.append((caller.connected(now), callee))
+        if service.comes and rng.random() < 0.3:
+            service.comes.pop(rng.randrange(len(service.comes)))()
+        for link, other in (rng.choice(pairs), rng.choice(pairs)[::-1]) if pairs else ():
+            if not other.closed and not link.closed:
+                deliver(other, link.bytes_to_send(now, rng.choice((100, 9_000))), now, direct=True)
+        caller.act()
+        if len(pairs) > 1 and rng.random() < breaks * 0.02:
+            broken = True
+            for link in rng.choice(pairs):
+                link.lost(now)
+            caller.act()
+    assert sorted(name for name, _ in caller.outcomes) == sorted(names.values())
+    for name, outcome in caller.outcomes:
+        place = key(int(name))
+        if outcome == bulk.DONE:
+            assert caller.rooms[name] == blocks[place].data
+        elif outcome == bulk.COMPANY:
+            assert service.met
+        elif outcome == bulk.NOT_FOUND:
+            assert place not in blocks
+        else:
+            assert (outcome, broken) == (UNREACHABLE, True)
+    assert all(callee.closed or not callee.busy for _, callee in pairs)
+    assert service.waiting == service.out == []
 
 
 def test_wrong_bytes_among_right_ones_are_told_apart() -> None:
