@@ -1,6 +1,7 @@
 """What vLLM names blocks by: only what is the same in every engine may name them in a pool.
 
-Oracle: vLLM's own renderer, which says where it names images by a counter. Cannot see: engines.
+Oracle: vLLM's own renderer, which says where it names images by a counter; of hashes with a random
+seed, what is known of them. Cannot see: engines.
 """
 
 from __future__ import annotations
@@ -43,8 +44,32 @@ print("right")
 """
 
 
-def test_where_vllm_names_images_by_a_counter_the_pool_is_not_used() -> None:
+_SEEDS = """
+import os
+from types import SimpleNamespace as Facts
+from kvcast.hostagent.connectors import vllm
+
+said = []
+vllm._log.warning = lambda text, *words: said.append(text % words)
+for algorithm in ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"):
+    for seed in (None, "0", "7"):
+        os.environ.pop("PYTHONHASHSEED", None)
+        if seed is not None:
+            os.environ["PYTHONHASHSEED"] = seed
+        vllm._warn_of_seeds(Facts(cache_config=Facts(prefix_caching_hash_algo=algorithm)))
+        told, said[:] = said[:], []
+        random = algorithm.startswith("xxhash") and seed is None
+        assert bool(told) == random, (algorithm, seed, told)
+        assert all(algorithm in text and "PYTHONHASHSEED" in text for text in told)
+print("right")
+"""
+
+
+@pytest.mark.parametrize("check", [_CHECK, _SEEDS], ids=["images", "seeds"])
+def test_where_vllm_names_blocks_by_chance_the_pool_is_not_used_or_the_operator_told(
+    check: str,
+) -> None:
     done = subprocess.run(
-        [str(PYTHON), "-c", _CHECK], capture_output=True, timeout=200, check=False, text=True
+        [str(PYTHON), "-c", check], capture_output=True, timeout=200, check=False, text=True
     )
     assert done.stdout.endswith("right\n"), done.stderr[-4000:]

@@ -111,3 +111,34 @@ async def test_connections_that_are_over_are_gone_without_the_garbage_collector(
             await until(lambda: connections() <= before)
         finally:
             gc.enable()
+
+
+async def test_transfers_go_on_over_connections_that_were_idle_for_some_seconds(
+    tmp_path: Path,
+) -> None:
+    """Puts, gets of many blocks and large blocks, and questions."""
+    async with running_pool(tmp_path, 2) as pool:
+
+        async def transfer(number: int) -> None:
+            blocks = {key_of(100 * number + n): bytes([n]) * 200_000 for n in range(8)}
+            await pool.clients[1].put(1, blocks)
+            assert await pool.clients[2].exists(1, list(blocks)) == len(blocks)
+            for block, data in zip(
+                await pool.clients[2].get(1, list(blocks), deadline_s=20),
+                blocks.values(),
+                strict=True,
+            ):
+                assert block is not None
+                assert block.data == data
+                block.release()
+
+        def made() -> list[int]:
+            return [len(agent.bulk_server._drivers) for agent in pool.agents.values()]
+
+        await transfer(0)
+        await transfer(1)
+        before = made()
+        await asyncio.sleep(6.0)
+        await transfer(2)
+        assert made() == before, "the same connections"
+        assert not any(agent.core.metrics.bulk_failures_total for agent in pool.agents.values())
