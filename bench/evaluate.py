@@ -23,7 +23,8 @@ Fields of the report:
 - `chat_p50_over_plain`, `chat_p99_over_plain`, and the same of each trace: the time of a get on
   real agents behind kvcast, as it adapts, over that behind a plain switch. `chat_each_over_plain`:
   the median of the ratios of the single gets, which tells smaller costs from chance. `_low` and
-  `_high` are the range of that, had other gets been drawn.
+  `_high` are the range of that, had other gets been drawn. `chat_alone_p50_over_plain` and so on:
+  the same where a stream's requests follow each other, so that nobody waits for another's bytes.
 - `value_over_…`: the bytes that our policy of the switch's memory answers, over those that
   something else would answer:
 
@@ -58,12 +59,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from kvcast.bench import evaluate_document
 from kvcast.bench.replay import NodeLink, Replay, ReplayOptions, links_to
+from kvcast.protocol.messages.wire import KEY_BYTES
 from kvcast.service import provenance, reports
 from kvcast.service.commands import EXIT_FAILED, EXIT_OK
 from kvcast.simulation.flows import questions
@@ -75,8 +78,8 @@ from kvcast.workloads.generators import Request, WorkloadError
 from kvcast.workloads.traces import TraceLine, read_trace
 
 Numbers = dict[str, Any]
-_Get = tuple[int, int, int]
-"""How often the stream was played before, the request, and the node."""
+_Get = tuple[int, ...]
+"""How often the stream was played before, the request, and the node; or only these."""
 PARTS = (
     "calibration",
     "pool",
@@ -100,10 +103,12 @@ _LONE_GETS = 5
 _PIECES = 6
 """Of a stream in `beside_plain`: both pools play one before either plays the next, so that a
 machine that gets slower, or is busy with other things, harms both."""
-_GETS = 600
+_GETS = 300
 """As many as are to be compared of a stream: a short trace has few,"""
 _ROUNDS = 4
 """and is played again, as another tenant's, so many times in all at most."""
+_ALONE_S = 55.0
+"""For so long a stream's requests follow each other."""
 _DRAWS = 400
 """Of gets, for the range that a ratio is in."""
 _NEIGHBOURS = 8
@@ -214,9 +219,10 @@ async def beside_plain(
 ) -> list[Numbers]:
     """Chats and traces on real agents behind a plain switch, and behind kvcast with all of it on
     and left to itself, or, if `plain_twice`, behind another plain switch, which shows what chance
-    does. Both pools run all the time, and play one piece of a stream after the other. Compared are
-    gets that had something to fetch in both: which of two that want the same waits for it differs
-    from time to time."""
+    does. Both pools run all the time, and play one piece of a stream after the other; then both at
+    once its requests one after the other (`alone`), where no chance decides who waits for whom.
+    By then kvcast has judged what pays for their namespaces. Compared are gets that had something
+    to fetch in both: which of two that want the same waits for it differs from time to time."""
     rows: list[Numbers] = []
     judged: set[int] = set()
     """Namespaces of the streams before."""
@@ -234,36 +240,46 @@ async def beside_plain(
             nodes = [host.node_id for host in star.hosts]
             sockets = [pools[plain].sockets[node] for node in nodes]
             links[plain] = await stack.enter_async_context(links_to(sockets))
+
+        async def play(
+            plain: bool, requests: Sequence[Request], played: ReplayOptions
+        ) -> tuple[dict[_Get, float], Counter[str]]:
+            """What each get took, by request and node, in milliseconds; and where blocks came
+            from."""
+            played = replace(played, gather=not (plain or plain_twice))
+            tally = await Replay(requests, links[plain], nodes, played).run()
+            left_out = tally.skipped_requests and played.in_flight > 1
+            if tally.misses or tally.wrong_bytes or left_out:
+                raise RuntimeError(f"{name}: misses, wrong bytes or skipped requests")
+            took = zip(tally.fetches, tally.fetch_ms, strict=True)
+            return {(request, node): ms for (request, node, _), ms in took}, tally.hits
+
         for name, (requests, block_bytes) in questions.bystanders(traces).items():
             waits: dict[bool, dict[_Get, float]] = {True: {}, False: {}}
             """By pool, what each get took, in milliseconds."""
             hits: Counter[str] = Counter()
+            played = ReplayOptions(block_bytes=block_bytes, in_flight=256, budget_s=120.0)
             for turn in range(2 * _PIECES * _ROUNDS):
                 piece, plain = turn // 2, turn % 4 in (0, 3)
                 number, place = divmod(piece, _PIECES)
                 if place == 0 and len(waits[False].keys() & waits[True].keys()) >= _GETS:
                     break
-                played = ReplayOptions(
-                    block_bytes=block_bytes,
-                    in_flight=256,
-                    budget_s=120.0,
-                    gather=not (plain or plain_twice),
-                    namespace_tag=f"{name} {number}",
-                )
-                part = _piece(requests, place)
-                tally = await Replay(part, links[plain], nodes, played).run()
-                if tally.misses or tally.wrong_bytes or tally.skipped_requests:
-                    raise RuntimeError(f"{name}: misses, wrong bytes or skipped requests")
-                took = zip(tally.fetches, tally.fetch_ms, strict=True)
-                waits[plain] |= {(number, request, node): ms for (request, node, _), ms in took}
+                tagged = replace(played, namespace_tag=f"{name} {number}")
+                took, came = await play(plain, _piece(requests, place), tagged)
+                waits[plain] |= {(number, *get): ms for get, ms in took.items()}
                 if not plain:
-                    hits.update(tally.hits)
+                    hits.update(came)
+            if not waits[False].keys() & waits[True].keys():  # nobody had anything to fetch
+                continue
+            played = replace(played, in_flight=1, budget_s=_ALONE_S, namespace_tag=f"{name} 0")
+            (plain_took, _), (took, _) = await asyncio.gather(
+                *(play(plain, _in_a_row(requests), played) for plain in (True, False))
+            )
+            row = {"stream": name, **compared(waits[False], waits[True]), "hits": dict(hits)}
+            row |= {"alone": compared(took, plain_took)}
             said = (await pools[False].http("GET", "/v1/worth"))["adaptive"]
-            turned = turned_in(said, judged)
+            rows.append(row | {"namespaces": dict(turned_in(said, judged))})
             judged.update(row["namespace"] for row in said)
-            if waits[False].keys() & waits[True].keys():  # else nobody had anything to fetch
-                row = {"stream": name, **compared(waits[False], waits[True])}
-                rows.append(row | {"hits": dict(hits), "namespaces": dict(turned)})
     return rows
 
 
@@ -272,6 +288,18 @@ def _piece(requests: Sequence[Request], number: int) -> list[Request]:
     first, end = (len(requests) * place // _PIECES for place in (number, number + 1))
     part = requests[first:end]
     return [replace(request, time_s=request.time_s - part[0].time_s) for request in part]
+
+
+def _in_a_row(requests: Sequence[Request]) -> list[Request]:
+    """The same for blocks that nobody has had, each as soon as the one before has ended."""
+    return [
+        replace(
+            request,
+            time_s=0.0,
+            keys=tuple(blake2b(key, digest_size=KEY_BYTES).digest() for key in request.keys),
+        )
+        for request in requests
+    ]
 
 
 def turned_in(said: Sequence[Mapping[str, Any]], judged: Collection[int]) -> Counter[str]:
@@ -383,7 +411,8 @@ def headline(report: Numbers) -> Numbers:
         top["calibration_error_max_virtual"] = worst.get("calibration")
         top["calibration_error_max_pool"] = worst.get("pool")
     for row in report.get("adaptive") or ():
-        top |= {f"{row['stream']}_{k}": v for k, v in row.items() if "_over_plain" in k}
+        for prefix, found in ((row["stream"], row), (f"{row['stream']}_alone", row["alone"])):
+            top |= {f"{prefix}_{k}": v for k, v in found.items() if "_over_plain" in k}
     if memory := report.get("memory"):
         enough = [r for r in memory if r["hit_share"]["reachable optimum"] >= WORTH_COMPARING]
         for field, ratio, rows in (

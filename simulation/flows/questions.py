@@ -109,7 +109,7 @@ def lone_gets(count: int) -> list[Request]:
 # --- what kvcast costs where it brings nothing ---------------------------------------------------
 
 BYSTANDER_BITS_PER_S = 10e6
-BYSTANDER_BYTES = 120 << 20
+BYSTANDER_BYTES = 80 << 20
 """Of reads, in a stream."""
 BYSTANDER_REQUESTS_PER_S = 50.0
 

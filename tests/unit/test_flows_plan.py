@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kvcast.bench import evaluate, evaluate_document
+from kvcast.bench.replay import NodeLink, ReplayOptions, Tally
 from kvcast.cli import plan as plan_command
 from kvcast.controller.core.worth import ENOUGH_READS, judge
 from kvcast.simulation.flows import questions
@@ -342,9 +343,11 @@ def test_bystanders_write_what_is_read_and_ask_no_faster_than_a_small_machine_se
 
 def test_what_a_stream_pays_for_kvcast_stands_at_the_top() -> None:
     row = {"stream": "chat", "p50_over_plain": 1.01, "p99_over_plain": 0.99}
+    row |= {"alone": {"gets": 7, "p50_over_plain": 1.02}}
     top = evaluate.headline({"adaptive": [row, row | {"stream": "mine"}]})
     assert top["chat_p50_over_plain"] == top["mine_p50_over_plain"] == 1.01
     assert top["chat_p99_over_plain"] == top["mine_p99_over_plain"] == 0.99
+    assert top["chat_alone_p50_over_plain"] == top["mine_alone_p50_over_plain"] == 1.02
 
 
 def test_what_is_compared_are_gets_that_both_pools_had_and_their_range_shrinks_with_gets() -> None:
@@ -400,6 +403,61 @@ async def test_chance_is_measured_by_two_plain_pools(
     assert plain == [True, twice]
 
 
+async def test_a_stream_is_played_at_its_own_times_and_then_one_request_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """kvcast takes a tenth longer at the stream's own times, and a fifth where nobody else asks."""
+    stream = questions.bystanders({})["chat"]
+    keys = {key for request in stream[0] for key in request.keys}
+    played: list[tuple[bool, ReplayOptions]] = []
+
+    class Pool:
+        def __init__(self, star: Star, options: PoolOptions) -> None:
+            name = Path("plain" if options.plain else "kvcast")
+            self.sockets = {host.node_id: name for host in star.hosts}
+
+        async def __aenter__(self) -> Pool:
+            return self
+
+        async def __aexit__(self, *_error: object) -> None:
+            return
+
+        async def http(self, *_request: str) -> dict[str, Any]:
+            return {"adaptive": [{"namespace": 1, "thing": "gather", "on": False}]}
+
+    class Replay:
+        def __init__(
+            self, requests: list[Any], links: list[NodeLink], _nodes: object, options: ReplayOptions
+        ) -> None:
+            plain = links[0]._path == Path("plain")
+            played.append((plain, options))
+            alone = options.in_flight == 1
+            assert alone == all(request.time_s == 0.0 for request in requests)
+            assert alone == keys.isdisjoint(key for request in requests for key in request.keys)
+            times = 1.0 if plain else 1.2 if alone else 1.1
+            self.tally = Tally(skipped_requests=int(alone))
+            for request in requests:
+                self.tally.fetches.append((request.number, 0, 0.0))
+                self.tally.fetch_ms.append(times * (10 + request.number % 7))
+
+        async def run(self) -> Tally:
+            return self.tally
+
+    monkeypatch.setattr(evaluate, "Pool", Pool)
+    monkeypatch.setattr(evaluate, "Replay", Replay)
+    monkeypatch.setattr(questions, "bystanders", lambda _traces: {"chat": stream})
+    (row,) = await evaluate.beside_plain({})
+    assert row["gets"] == row["alone"]["gets"] == len(stream[0])
+    for point in ("p50", "p99", "each"):
+        assert row[f"{point}_over_plain"] == 1.1
+        assert row["alone"][f"{point}_over_plain"] == 1.2
+    assert row["namespaces"] == {"gather off": 1}
+    assert [plain for plain, options in played if options.in_flight == 1] == [True, False]
+    assert all(options.gather != plain for plain, options in played)
+    tenants = {options.namespace_tag for _, options in played[:-2]}
+    assert {options.namespace_tag for _, options in played[-2:]} <= tenants, "those that are judged"
+
+
 def test_two_plain_pools_give_no_document(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         evaluate.main(["--plain-twice", "--docs", "nowhere"])
@@ -417,16 +475,24 @@ def test_the_document_says_beside_what_it_costs_within_which_range(tmp_path: Pat
     ratios |= {f"{figure}_over_plain_low": 0.9 for figure in ("p50", "p99", "each")}
     ratios |= {f"{figure}_over_plain_high": 1.1 for figure in ("p50", "p99", "each")}
     row = {"stream": "chat", "gets": 200, **times, **ratios}
+    row["alone"] = row | {"p99_over_plain": 0.97}
     way = {"workload": "chat", "time_compression": 1.0, "mean_ms": 1.0, "p50_ms": 1.0}
     way |= {"p99_ms": 1.0, "home_egress_ratio": 1.0, "peer_egress_ratio": 0.0, "note": ""}
     ways = [way | {"way": name, "unsettled": 0.0} for name in ("plain pool", "kvcast")]
     report = {"adaptive": [row], "alternatives": ways, "took_s": {}, "traces": []}
     evaluate_document.write(report, tmp_path)
     text = (tmp_path / "evaluation.md").read_text()
-    ranges = "`chat` each get 1.010 (0.900 to 1.100), p50 1.020 (0.900 to 1.100), p99 0.980 (0.900"
-    assert ranges in text
+    for ranges in (
+        "`chat` alone p50 1.020 (0.900 to 1.100), p99 0.970 (0.900 to 1.100); ",
+        "among others each get 1.010 (0.900 to 1.100), p50 1.020 (0.900 to 1.100), p99 0.980 (0.9",
+    ):
+        assert ranges in text
+    assert text.count("| chat | 200 | 1.010 (0.900 to 1.100) |") == 2
     assert "no cost can be told from chance" in text
-    report["adaptive"] = [row | {"p99_over_plain_low": 1.05}]
+    report["adaptive"] = [row | {"p99_over_plain_low": 1.17, "p50_over_plain_low": 1.07}]
+    evaluate_document.write(report, tmp_path)
+    assert "no cost can be told from chance" in (tmp_path / "evaluation.md").read_text()
+    report["adaptive"] = [row | {"p99_over_plain_low": 1.19}]
     evaluate_document.write(report, tmp_path)
     assert "So it costs `chat` (p99) something." in (tmp_path / "evaluation.md").read_text()
     report["adaptive"] = [row | {"each_over_plain_low": 1.009}]
@@ -435,6 +501,9 @@ def test_the_document_says_beside_what_it_costs_within_which_range(tmp_path: Pat
     report["adaptive"] = [row | {"each_over_plain_low": 1.011}]
     evaluate_document.write(report, tmp_path)
     assert "costs `chat` (each get) something." in (tmp_path / "evaluation.md").read_text()
+    report["adaptive"] = [row | {"alone": row["alone"] | {"p99_over_plain_low": 1.011}}]
+    evaluate_document.write(report, tmp_path)
+    assert "costs `chat` (p99, alone) something." in (tmp_path / "evaluation.md").read_text()
 
 
 def test_a_part_that_fails_is_named_and_the_others_answers_are_kept(
