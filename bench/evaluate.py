@@ -276,7 +276,8 @@ async def beside_plain(
                 *(play(plain, _in_a_row(requests), played) for plain in (True, False))
             )
             row = {"stream": name, **compared(waits[False], waits[True]), "hits": dict(hits)}
-            row |= {"alone": compared(took, plain_took)}
+            if took.keys() & plain_took.keys():
+                row["alone"] = compared(took, plain_took)
             said = (await pools[False].http("GET", "/v1/worth"))["adaptive"]
             rows.append(row | {"namespaces": dict(turned_in(said, judged))})
             judged.update(row["namespace"] for row in said)
@@ -411,8 +412,9 @@ def headline(report: Numbers) -> Numbers:
         top["calibration_error_max_virtual"] = worst.get("calibration")
         top["calibration_error_max_pool"] = worst.get("pool")
     for row in report.get("adaptive") or ():
-        for prefix, found in ((row["stream"], row), (f"{row['stream']}_alone", row["alone"])):
-            top |= {f"{prefix}_{k}": v for k, v in found.items() if "_over_plain" in k}
+        for name, found in (("", row), ("alone_", row.get("alone", {}))):
+            ratios = {k: v for k, v in found.items() if "_over_plain" in k}
+            top |= {f"{row['stream']}_{name}{k}": v for k, v in ratios.items()}
     if memory := report.get("memory"):
         enough = [r for r in memory if r["hit_share"]["reachable optimum"] >= WORTH_COMPARING]
         for field, ratio, rows in (

@@ -198,13 +198,13 @@ def _what_it_costs(report: Numbers) -> list[str]:
         f"`{r['stream']}` ({name})"
         for r in rows
         for found, point, name, alike in (
-            (r["alone"], "p50", "p50, alone", _ALIKE),
-            (r["alone"], "p99", "p99, alone", _ALIKE),
+            (r.get("alone"), "p50", "p50, alone", _ALIKE),
+            (r.get("alone"), "p99", "p99, alone", _ALIKE),
             (r, "p50", "p50", _ALIKE_P50),
             (r, "p99", "p99", _ALIKE_P99),
             (r, "each", "each get", _ALIKE),
         )
-        if found[f"{point}_over_plain_low"] > 1 + alike
+        if found and found[f"{point}_over_plain_low"] > 1 + alike
     ]
     return [
         "",
@@ -214,8 +214,7 @@ def _what_it_costs(report: Numbers) -> list[str]:
         "the other pool tells a small cost sooner than percentiles do:",
         "",
         *(
-            f"- `{r['stream']}` alone p50 {_within(r['alone'], 'p50')}, p99 "
-            f"{_within(r['alone'], 'p99')}; among others each get {_within(r, 'each')}, p50 "
+            f"- `{r['stream']}` {_alone(r)}among others each get {_within(r, 'each')}, p50 "
             f"{_within(r, 'p50')}, p99 {_within(r, 'p99')}"
             for r in rows
         ),
@@ -418,6 +417,12 @@ def _within(row: Numbers, point: str) -> str:
     return f"{row[f'{point}_over_plain']:.3f} ({low:.3f} to {high:.3f})"
 
 
+def _alone(row: Numbers) -> str:
+    """Of requests that follow each other, if any of them had something to fetch."""
+    found = row.get("alone")
+    return f"alone p50 {_within(found, 'p50')}, p99 {_within(found, 'p99')}; " if found else ""
+
+
 def _adaptive(report: Numbers) -> str:
     rows = report["adaptive"]
     text = [
@@ -435,7 +440,7 @@ def _adaptive(report: Numbers) -> str:
         "**One request after the other**, in both pools at once, so that nobody waits for "
         "another's bytes. By then kvcast has judged what pays for these tenants:",
         "",
-        _beside_plain({r["stream"]: r["alone"] for r in rows}),
+        _beside_plain({r["stream"]: r["alone"] for r in rows if "alone" in r}),
         "",
         "**At a stream's own times**, so that 0.3 or less of the links is in use; both pools play "
         "one piece of a stream after the other. Two runs of one stream, even behind the same "

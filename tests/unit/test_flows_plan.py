@@ -403,10 +403,12 @@ async def test_chance_is_measured_by_two_plain_pools(
     assert plain == [True, twice]
 
 
+@pytest.mark.parametrize("fetches", [True, False])
 async def test_a_stream_is_played_at_its_own_times_and_then_one_request_after_the_other(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, fetches: bool
 ) -> None:
-    """kvcast takes a tenth longer at the stream's own times, and a fifth where nobody else asks."""
+    """kvcast takes a tenth longer at the stream's own times, and a fifth where nobody else asks.
+    `fetches`: whether anybody has something to fetch then."""
     stream = questions.bystanders({})["chat"]
     keys = {key for request in stream[0] for key in request.keys}
     played: list[tuple[bool, ReplayOptions]] = []
@@ -436,7 +438,7 @@ async def test_a_stream_is_played_at_its_own_times_and_then_one_request_after_th
             assert alone == keys.isdisjoint(key for request in requests for key in request.keys)
             times = 1.0 if plain else 1.2 if alone else 1.1
             self.tally = Tally(skipped_requests=int(alone))
-            for request in requests:
+            for request in requests if fetches or not alone else ():
                 self.tally.fetches.append((request.number, 0, 0.0))
                 self.tally.fetch_ms.append(times * (10 + request.number % 7))
 
@@ -447,10 +449,12 @@ async def test_a_stream_is_played_at_its_own_times_and_then_one_request_after_th
     monkeypatch.setattr(evaluate, "Replay", Replay)
     monkeypatch.setattr(questions, "bystanders", lambda _traces: {"chat": stream})
     (row,) = await evaluate.beside_plain({})
-    assert row["gets"] == row["alone"]["gets"] == len(stream[0])
+    assert row["gets"] == len(stream[0])
+    top = evaluate.headline({"adaptive": [row]})
+    assert ("alone" in row) == ("chat_alone_p50_over_plain" in top) == fetches
     for point in ("p50", "p99", "each"):
         assert row[f"{point}_over_plain"] == 1.1
-        assert row["alone"][f"{point}_over_plain"] == 1.2
+        assert not fetches or row["alone"][f"{point}_over_plain"] == 1.2
     assert row["namespaces"] == {"gather off": 1}
     assert [plain for plain, options in played if options.in_flight == 1] == [True, False]
     assert all(options.gather != plain for plain, options in played)
@@ -504,6 +508,12 @@ def test_the_document_says_beside_what_it_costs_within_which_range(tmp_path: Pat
     report["adaptive"] = [row | {"alone": row["alone"] | {"p99_over_plain_low": 1.011}}]
     evaluate_document.write(report, tmp_path)
     assert "costs `chat` (p99, alone) something." in (tmp_path / "evaluation.md").read_text()
+    del row["alone"]
+    report["adaptive"] = [row]
+    evaluate_document.write(report, tmp_path)
+    text = (tmp_path / "evaluation.md").read_text()
+    assert "- `chat` among others each get 1.010" in text
+    assert text.count("| chat | 200 | 1.010 (0.900 to 1.100) |") == 1
 
 
 def test_a_part_that_fails_is_named_and_the_others_answers_are_kept(
