@@ -250,7 +250,9 @@ async def beside_plain(
             tally = await Replay(requests, links[plain], nodes, played).run()
             left_out = tally.skipped_requests and played.in_flight > 1
             if tally.misses or tally.wrong_bytes or left_out:
-                raise RuntimeError(f"{name}: misses, wrong bytes or skipped requests")
+                raise RuntimeError(
+                    f"{played.namespace_tag}: misses, wrong bytes or skipped requests"
+                )
             took = zip(tally.fetches, tally.fetch_ms, strict=True)
             return {(request, node): ms for (request, node, _), ms in took}, tally.hits
 

@@ -61,6 +61,20 @@ def test_large_blocks_come_by_the_conveyor_once_there_is_one(
 
 
 @on_clients(Engines)
+def test_a_conveyor_that_was_idle_for_some_seconds_goes_on(
+    engines: Engines, keys: list[bytes]
+) -> None:
+    left = iter(keys)
+    conveyed = 0.0
+    for pause_s in (0.0, 6.0):
+        time.sleep(pause_s)
+        while engines.conveyed_bytes() <= conveyed:  # others may keep the processors busy
+            engines.put_and_look(next(left), 1_000_000)
+        conveyed = engines.conveyed_bytes()
+    assert engines.other.stats()["bulk_failures_total"] == 0
+
+
+@on_clients(Engines)
 def test_many_blocks_come_by_one_question(engines: Engines, keys: list[bytes]) -> None:
     size_bytes = 40_000
     for key in keys[:30]:
