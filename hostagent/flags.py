@@ -370,7 +370,8 @@ class ReadFlags:
         "blocks on their way", default=RequesterConfig.max_fetches, unit="blocks", low=1
     )
     credit_segments: int = count(
-        "segments in flight to this node; lowered to what the receive buffer holds",
+        "segments in flight to this node, without those that come by RDMA; lowered to what the "
+        "receive buffer holds",
         default=RequesterConfig.credit_segments,
         unit="segments",
         low=1,
@@ -382,7 +383,7 @@ class ReadFlags:
         low=1,
     )
     window_shared: int = count(
-        "segments in flight from one home while readers keep step, or answers come by RDMA",
+        "segments in flight from one home while readers keep step",
         default=RequesterConfig.window_shared,
         unit="segments",
         low=1,

@@ -56,11 +56,12 @@ class Shares:
         """How much a flow can be given until it has had its share, at most its `credit`."""
         return (self._now - self._start(flow)) * self.weight_of(flow)
 
-    def took(self, flow: int, cost: float) -> None:
-        """A flow was given something."""
+    def took(self, flow: int, cost: float, count: int = 1) -> None:
+        """A flow was given something; `count`: so many, of that cost each, one after the other."""
         start = self._start(flow)
-        self._now = max(self._now, start)
-        self._starts[flow] = start + cost / self.weight_of(flow)
+        each = cost / self.weight_of(flow)
+        self._now = max(self._now, start + (count - 1) * each)
+        self._starts[flow] = start + count * each
         if len(self._starts) > MAX_FLOWS:
             last = sorted(self._starts, key=self._starts.__getitem__)
             self._starts = {flow: self._starts[flow] for flow in last[MAX_FLOWS // 2 :]}

@@ -63,9 +63,11 @@ class Window:
         self._threshold = inf
         self._reduced_at = -inf
 
-    def completed(self) -> None:
-        """A segment is complete."""
-        if not self._holding:
+    def completed(self, count: int = 1) -> None:
+        """So many segments are complete."""
+        if self._holding or self.size >= self._max:
+            return
+        for _ in range(count):
             growth = 1.0 if self.size < self._threshold else 1.0 / self.size
             self.size = min(self._max, self.size + growth)
 

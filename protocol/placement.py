@@ -10,10 +10,12 @@ over (UDP_GRO), the last perhaps shorter, or a single one. For DATA of a copy in
 node that is listened to, the payload is copied to its place and the chunk's bit is cleared; Python
 hears of it later, as one *arrival* for all such frames in a row that agree in copy, segment, node,
 tag and flags. So it does of the end of an answer by RDMA (WRITTEN), where all that is missing of
-its segment has come. Every other well-formed frame from a known node (READ, MISS, OFFER, DATA of
-which no copy is chosen, of another copy, or from elsewhere) stops the work, so that whoever decides
-does so in the order in which frames came: first what has arrived until then, then that frame. What
-is malformed, for another node, or from nobody known is counted and left.
+its segment has come. Where such an answer is awaited, and no copy of its block is chosen, its end
+is *held*: when Python hears of what has arrived, it chooses the copy by the first that is held, and
+those behind are taken as any other is. Every other well-formed frame from a known node (READ, MISS,
+OFFER, DATA of which no copy is chosen, of another copy, or from elsewhere) stops the work, so that
+whoever decides does so in the order in which frames came: first what has arrived until then, then
+that frame. What is malformed, for another node, or from nobody known is counted and left.
 
 A copy that leaves the table is written to no more. What Python has not heard of it by then it hears
 under a `serial` that nobody knows any more.
@@ -25,7 +27,7 @@ import ctypes
 import struct
 from array import array
 from collections.abc import Callable, Collection, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final, NamedTuple
 
 from kvcast.native.subset import (
@@ -101,6 +103,8 @@ from kvcast.protocol.messages.wire import (
 
 ARRIVALS: Final = 64
 """Arrivals that are kept until Python takes them; at the bound it is asked to."""
+HELD: Final = 32
+"""Ends of answers by RDMA that are held; at the bound Python looks at the next at once."""
 _AT_ONCE: Final = 2
 """Python hears of segments that came by RDMA when they are this part of those that it awaits."""
 _at: Final = Header.offset_of
@@ -219,8 +223,17 @@ class Table(Struct):
     """and where in it."""
     arrivals: Ptr[Arrival]
     arrival_count: U64
+    asks_more: U64
+    """Whether Python asks for more when it hears of segments that have come by RDMA."""
     hurry: U64
     """Whether Python had better hear of the arrivals at once (`_need_not_hurry` says when not)."""
+    held: U64
+    """Ends of answers that are held, as they came,"""
+    held_sources: Ptr[U32]
+    """the nodes that they are from,"""
+    held_count: U64
+    held_next: U64
+    """and the one that is next when they are taken."""
     frame: U64
     """The datagram that Python is to look at,"""
     frame_length: U32
@@ -550,17 +563,24 @@ def call_landing(
 ) -> U64:
     """Put the chunks that are missing of a segment in their places, if all of them have come by
     RDMA, and are those of the READ with that tag; `first`: the immediate of the first chunk, `to`
-    and `size`: of what is there of the block from the segment on. 0: they are not; else how many
-    segments Python awaits by RDMA, this one included."""
+    and `size`: of what is there of the block from the segment on. 0: they are not, or the segment
+    is not awaited by RDMA; else how many segments are, this one included."""
     raise NotImplementedError
+
+
+@native
+def _are_enough(t: Table, awaited: U64) -> bool:
+    """Whether enough of what is awaited by RDMA has come for Python to hear of it."""
+    return _AT_ONCE * (t.arrival_count + t.held_count) >= awaited
 
 
 @native
 def _need_not_hurry(t: Table, to: Copy, awaited: U64) -> bool:
     """Whether Python may hear later that a segment has come by RDMA: more of its block is missing,
     and most of what was asked for is still on its way. Then the link does not rest for it, and
-    Python asks for several segments at once, instead of waking for each."""
-    if to.size <= SEGMENT_BYTES or _AT_ONCE * t.arrival_count >= awaited:
+    Python asks for several segments at once, instead of waking for each. Where it has nothing more
+    to ask for, it hears when the block is there."""
+    if to.size <= SEGMENT_BYTES or (t.asks_more != 0 and _are_enough(t, awaited)):
         return False
     segment_length = CHUNKS_PER_SEGMENT * (CHUNK_BYTES << to.chunk_code)
     segment = (to.size - SEGMENT_BYTES + segment_length - 1) // segment_length
@@ -572,10 +592,53 @@ def _need_not_hurry(t: Table, to: Copy, awaited: U64) -> bool:
 
 
 @native
+def _hold(t: Table, at: U64, source: U64) -> bool:
+    """Hold the end of an answer by RDMA that is awaited and of which no copy is chosen."""
+    if t.landing == 0 or t.held_count == HELD:
+        return False
+    tag = _u32(at + TAG_AT)
+    first = (_u16(at + NAMESPACE_AT) << 16) ^ tag
+    awaited = call_landing(t.landing, t.landing_of, first, tag, 0, 0, 0)
+    if awaited == 0:
+        return False
+    copy(t.held + t.held_count * HEADER_BYTES, at, HEADER_BYTES)
+    t.held_sources[t.held_count] = source
+    t.held_count += 1
+    if _u32(at + SIZE_AT) <= SEGMENT_BYTES or _are_enough(t, awaited):
+        t.hurry = 1
+    return True
+
+
+@native
+def take_again(t: Table, number: U64) -> bool:
+    """Take what was held under that number, if a copy of its block is chosen by now."""
+    at = t.held + number * HEADER_BYTES
+    return find_copy(t, at) != 0 and _take_written(t, at, t.held_sources[number])
+
+
+@native
+def take_held(t: Table) -> U64:
+    """Go on with what is held, up to what Python is to look at: its number, plus 1; 0 = nothing is
+    held any more."""
+    while t.held_next < t.held_count:
+        number = 0 + t.held_next
+        t.held_next += 1
+        if not take_again(t, number):
+            return number + 1
+    t.held_next = 0
+    t.held_count = 0
+    t.hurry = 0
+    return 0
+
+
+@native
 def _take_written(t: Table, at: U64, source: U64) -> bool:
-    """Take the end of an answer by RDMA if that completes its segment; else Python looks at it."""
+    """Take the end of an answer by RDMA if that completes its segment, or hold it; else Python
+    looks at it."""
     number = find_copy(t, at)
-    if number == 0 or t.landing == 0 or t.arrival_count == ARRIVALS:
+    if number == 0:
+        return _hold(t, at, source)
+    if t.landing == 0 or t.arrival_count == ARRIVALS:
         return False
     to = t.copies[number - 1]
     if not _is_of(to, at) or not _is_source(to, source):
@@ -703,6 +766,10 @@ class Arrived(NamedTuple):
         return self.last == _LAST_NEW
 
 
+_as_arrived: Final[Callable[[tuple[int, ...]], Arrived]] = partial(tuple.__new__, Arrived)
+"""As `Arrived._make`, but without Python for each."""
+
+
 class Counts(NamedTuple):
     """Frames since the last time."""
 
@@ -725,13 +792,15 @@ class _Compiled(NamedTuple):
     put_frame: Callable[[int, int, int, int, int], bool]
     enter_copy: Callable[[int, int], None]
     leave_copy: Callable[[int, int], None]
+    take_again: Callable[[int, int], bool]
+    take_held: Callable[[int], int]
     know_node: Callable[[int, int, int], None]
 
 
 @cache
 def compiled() -> _Compiled:
     """The compiled functions; made, or read from the cache on disk, when first asked for."""
-    functions = (place, put_frame, enter_copy, leave_copy, know_node)
+    functions = (place, put_frame, enter_copy, leave_copy, take_again, take_held, know_node)
     library = Library(*functions)
     return _Compiled(*(library.call(function) for function in functions))
 
@@ -755,9 +824,17 @@ class Placement:
         self.before_python: Callable[[int], bool] = lambda _why: False
         """Asked before anything is told, with what `place` has returned: takes what is its own of
         the arrivals, and says whether the frame at which the work stopped is its own, too."""
+        self.choose: Callable[[int, bytes], bool] = lambda _node, _datagram: False
+        """Told of the end of an answer by RDMA (node, datagram) that was held: chooses the copy
+        that it is of. True = that cannot be, and what follows from it is done."""
         self._arrivals = (ctypes_of(Arrival) * ARRIVALS)()
         self._arrivals_view = memoryview(self._arrivals).cast("B")
         self._table.arrivals = ctypes.addressof(self._arrivals)
+        self._held = bytearray(HELD * HEADER_BYTES)
+        self._held_sources = array("I", bytes(4 * HELD))
+        self._table.held = address_of_buffer(self._held)
+        self._table.held_sources = self._held_sources.buffer_info()[0]
+        self._table.asks_more = 1
         self._table.seed = seed
         self._next_serial = 1
         self._kept: dict[int, tuple[array[int], array[int]]] = {}  # bitmaps and sources
@@ -972,6 +1049,8 @@ class Placement:
         table = self._table
         code = self._code.place if instead is None else instead
         while True:
+            if table.held_count:
+                self._go_on_with_held(arrived, frame)
             if table.arrival_count:
                 arrived(self._take_arrivals())
             if why == ALL_PLACED:
@@ -980,6 +1059,21 @@ class Placement:
                 frame(table.frame_source, ctypes.string_at(table.frame, table.frame_length))
             why = code(self.address, pieces, count)
             table.frame_taken = self.before_python(why)
+
+    def _go_on_with_held(
+        self, arrived: Callable[[list[Arrived]], None], frame: Callable[[int, bytes], None]
+    ) -> None:
+        while (number := self._code.take_held(self.address)) != 0:
+            at = (number - 1) * HEADER_BYTES
+            source, datagram = (
+                self._held_sources[number - 1],
+                bytes(self._held[at : at + HEADER_BYTES]),
+            )
+            if self.choose(source, datagram) or self._code.take_again(self.address, number - 1):
+                continue
+            if self._table.arrival_count:
+                arrived(self._take_arrivals())
+            frame(source, datagram)
 
     def place_bytes(
         self,
@@ -995,6 +1089,10 @@ class Placement:
         buffer = ctypes.create_string_buffer(data, max(1, len(data)))
         piece = ctypes_of(Piece)(ctypes.addressof(buffer), len(data), stride, sender)
         self.place(ctypes.addressof(piece), 1, arrived, frame, instead=instead)
+
+    def ask_more(self, *, more: bool) -> None:
+        """Whether there is more to ask for as soon as something has come; so it is at first."""
+        self._table.asks_more = more
 
     def use_landing(self, landing: int, of: int) -> None:
         """What puts chunks that came by RDMA in their places (`call_landing`), and its first
@@ -1017,4 +1115,4 @@ class Placement:
         count = self._table.arrival_count
         self._table.arrival_count = self._table.hurry = 0
         view = self._arrivals_view[: count * _ARRIVAL.size]
-        return [Arrived._make(each) for each in _ARRIVAL.iter_unpack(view)]
+        return list(map(_as_arrived, _ARRIVAL.iter_unpack(view)))

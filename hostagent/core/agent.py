@@ -88,7 +88,7 @@ from kvcast.protocol.messages.wire import (
 )
 from kvcast.protocol.namespace_secrets import KeyDerivation
 from kvcast.protocol.placement import Arrived, Placement
-from kvcast.protocol.requester import Requester, RequesterConfig
+from kvcast.protocol.requester import ReadFrames, Requester, RequesterConfig
 from kvcast.protocol.requester.landing import Landing, LandingCounters
 from kvcast.protocol.responder import Answer, HeldBlock, Responder, ResponderConfig
 
@@ -319,6 +319,13 @@ class AgentCore:
             self.reads.overhear(now, source, block, frame.group)
         self.requester.receive(now, source, frame)
 
+    def choose(self, now: float, source: int, frame: Frame) -> bool:
+        """As `Requester.choose`."""
+        self.store.advance(now)
+        refused = self.requester.choose(now, source, frame)
+        self.metrics.frames_answers_total += refused
+        return refused
+
     def open_lane(self, now: float, budget: int) -> Lane | None:
         """A round of frames comes: the lane, which may answer READs among them by up to `budget`
         frames, if there is nothing to decide about these. It is closed by the first that goes to
@@ -492,10 +499,12 @@ class AgentCore:
         self.store.advance(now)
         self.reads.drain(now)
 
-    def answers_to_send(self, now: float, budget: int) -> list[tuple[int, Frame | Answer]]:
+    def answers_to_send(
+        self, now: float, budget: int
+    ) -> list[tuple[int, Frame | Answer | ReadFrames]]:
         """READs, and answers of up to `budget` frames; send or copy them before anything else
         happens, since they are views of the arena."""
-        answers: list[tuple[int, Frame | Answer]] = [*self.requester.frames_to_send()]
+        answers: list[tuple[int, Frame | Answer | ReadFrames]] = [*self.requester.reads_to_send()]
         answers += self.writing.take_frames()
         if budget > 0 and not self.writing.full:
             for reader, answer in self.responder.answers_to_send(now, budget):
@@ -509,10 +518,10 @@ class AgentCore:
         """The same, frame by frame."""
         frames: list[tuple[int, Frame]] = []
         for node, answer in self.answers_to_send(now, budget):
-            if isinstance(answer, Answer):
-                frames += [(node, frame) for frame in answer.frames()]
-            else:
+            if isinstance(answer, Frame):
                 frames.append((node, answer))
+            else:
+                frames += [(node, frame) for frame in answer.frames()]
         return frames
 
     def get_timer(self, now: float) -> float | None:

@@ -360,7 +360,8 @@ def receive_frames(w: Waiting, now_ns: U64) -> None:
                     theirs = not answer(w.lane[0], t.frame, t.frame_source)
                 t.frame_taken = 0 if theirs else 1
             send_all(w)
-            told = t.arrival_count != 0 and (t.hurry != 0 or why == GO_ON)
+            told = t.hurry != 0 or (t.arrival_count != 0 and why == GO_ON)
+            told = told and t.arrival_count + t.held_count != 0
             if theirs or told:
                 send_lane(w)
                 w.pieces = count
@@ -377,7 +378,8 @@ def wait(w: Waiting, timeout_ms: I64) -> U32:
     """Wait until something is Python's, or it is time (-1: never); how many of `events` are
     Python's."""
     count = wait_for_more(w, timeout_ms)
-    if w.stopped == 0 and w.courier[0].table[0].arrival_count != 0:
+    table = w.courier[0].table[0]
+    if w.stopped == 0 and table.arrival_count + table.held_count != 0:
         # There was no hurry with them; but now that Python is awake, it hears of them first.
         w.pieces = 0
         w.why = ALL_PLACED
@@ -405,7 +407,7 @@ def wait_for_more(w: Waiting, timeout_ms: I64) -> U32:
         pause_ms = timeout_ms
         if timeout_ms > 0:
             pause_ms = signed((end_ns - now_ns + _NS_A_MS - 1) // _NS_A_MS)
-        if table.arrival_count != 0:
+        if table.arrival_count + table.held_count != 0:
             if tell_by_ns == 0:
                 tell_by_ns = now_ns + w.tell_within_ns
             if now_ns >= tell_by_ns:

@@ -73,6 +73,7 @@ class Transport(ABC):
         self.mover = mover
         self._joins = mover.joins
         self._placement = core.requester.placement
+        self._placement.choose = self._choose
         if core.lane is not None:
             core.lane.send = mover.send_jobs
         self._metrics = core.metrics
@@ -183,6 +184,10 @@ class Transport(ABC):
     def _placed(self, arrivals: list[Arrived]) -> None:
         self._heard = True
         self._core.placed(self._now, arrivals)
+
+    def _choose(self, source: int, datagram: bytes) -> bool:
+        self._heard = True
+        return self._core.choose(self._now, source, decode(datagram))
 
     def _frame(self, source: int, datagram: bytes) -> None:
         self._heard = True

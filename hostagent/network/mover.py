@@ -11,9 +11,10 @@ last round brought, so that a round is about `ROUND_FRAMES`.
 
 Out: an `Answer` is chunks of one segment. Their frames are made `BATCH` at a time: the header in a
 slot, the payload where the block lies. Where runs may be sent in one piece (UDP_SEGMENT) they are;
-else each is a message of its own, and one sendmmsg takes the batch. Frames that the socket does not
-take are copied into a ring of `WAITING_FRAMES` and go before all that comes later; beyond that they
-are dropped and counted.
+else each is a message of its own, and one sendmmsg takes the batch. READs that differ in segment
+and tag alone (`ReadFrames`) are made from one of them. Frames that the socket does not take are
+copied into a ring of `WAITING_FRAMES` and go before all that comes later; beyond that they are
+dropped and counted.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import socket
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Final, NamedTuple
@@ -59,7 +61,7 @@ from kvcast.native.subset import (
 )
 from kvcast.protocol.lane import JOB, OFFER_CODE, Job
 from kvcast.protocol.messages.ethernet import FRAME_OVERHEAD_BYTES, Encapsulation
-from kvcast.protocol.messages.offsets import CHUNK_AT, FLAGS_AT
+from kvcast.protocol.messages.offsets import CHUNK_AT, FLAGS_AT, SEGMENT_AT, TAG_AT
 from kvcast.protocol.messages.wire import (
     CHUNK_BYTES,
     CHUNKINGS,
@@ -73,6 +75,7 @@ from kvcast.protocol.messages.wire import (
     header_of,
 )
 from kvcast.protocol.placement import Piece, address_of_buffer
+from kvcast.protocol.requester import ReadFrames
 from kvcast.protocol.responder import Answer
 
 ROUND_FRAMES: Final = 256
@@ -276,7 +279,44 @@ def make_offer(m: Moves, job: Job) -> None:
 
 @native
 def send(m: Moves, count: U32) -> None:
-    """Send what `count` jobs say, or let it wait."""
+    """Send what `count` jobs say, and what was made before, or let it wait."""
+    make(m, count)
+    send_or_keep(m)
+
+
+@native
+def make_reads(
+    m: Moves, node: U64, datagram: U64, length: U64, numbers: Ptr[U32], count: U64
+) -> None:
+    """Make READs that are as this datagram is but for their segments and tags, of which there are
+    `count` pairs of numbers."""
+    known = node < m.peer_count
+    if known:
+        known = m.peers[node].known != 0
+    if not known:
+        m.left += count
+        return
+    size = m.lead + HEADER_BYTES
+    for i in range(count):
+        at = m.headers + m.made_count * _SLOT_BYTES
+        copy(at, datagram, size)
+        b = bytes_at(at + m.lead)
+        segment = 0 + numbers[2 * i]
+        tag = 0 + numbers[2 * i + 1]
+        b[SEGMENT_AT] = segment >> 8
+        b[SEGMENT_AT + 1] = segment & 0xFF
+        for j in range(4):
+            b[TAG_AT + j] = (tag >> (24 - 8 * j)) & 0xFF
+        begin_frame(m, node)
+        part(m, at, size)
+        if length > size:
+            part(m, m.zeros, length - size)  # its padding
+        end_frame(m)
+
+
+@native
+def make(m: Moves, count: U32) -> None:
+    """Make the frames of `count` jobs, to be sent with what follows."""
     for i in range(count):
         job = m.jobs[i]
         known = job.node < m.peer_count
@@ -300,7 +340,6 @@ def send(m: Moves, count: U32) -> None:
                     make_data(m, job, chunk, job.last if chunks == 0 else 0)
                 else:
                     m.left += 1
-    send_or_keep(m)
 
 
 @native
@@ -450,14 +489,17 @@ class Moved(NamedTuple):
 
 class _Compiled(NamedTuple):
     receive: Callable[[int], int]
+    make: Callable[[int, int], None]
+    make_reads: Callable[[int, int, int, int, int, int], None]
     send: Callable[[int, int], None]
     send_waiting: Callable[[int], None]
 
 
 @cache
 def _compiled() -> _Compiled:
-    library = Library(receive, send, send_waiting)
-    return _Compiled(*(library.call(function) for function in (receive, send, send_waiting)))
+    functions = (receive, make, make_reads, send, send_waiting)
+    library = Library(*functions)
+    return _Compiled(*(library.call(function) for function in functions))
 
 
 class Mover:
@@ -576,7 +618,7 @@ class Mover:
         error (the peer's port is closed, the interface is down), which is counted."""
         return self._code.receive(self.address)
 
-    def send(self, answers: Sequence[tuple[int, Frame | Answer]]) -> None:
+    def send(self, answers: Sequence[tuple[int, Frame | Answer | ReadFrames]]) -> None:
         """Send frames to their nodes, or let them wait; nothing of them is needed afterwards."""
         views = []  # stay until all is sent
         raw = count = 0
@@ -586,13 +628,22 @@ class Mover:
                 self._code.send(self.address, count)
                 raw = count = 0
             if isinstance(answer, Frame):
-                datagram = encode(answer)
-                if self._moves.connected and node in self._wraps:
-                    datagram = self._wraps[node].wrap(datagram)
+                datagram = self._wrapped(node, answer)
                 self._raw[raw : raw + len(datagram)] = datagram
                 at = self._raw_address + raw
                 pack(jobs, count * JOB.size, b"", node, at, len(datagram), 0, 0, 0)
                 raw += len(datagram)
+            elif isinstance(answer, ReadFrames):
+                if count:  # they come before these
+                    self._code.make(self.address, count)
+                    count = 0
+                datagram, numbers = self._wrapped(node, answer.first), array("I", answer.numbers)
+                self._raw[raw : raw + len(datagram)] = datagram
+                self._code.make_reads(
+                    *(self.address, node, self._raw_address + raw, len(datagram)),
+                    *(numbers.buffer_info()[0], answer.how_many),
+                )
+                continue
             else:
                 segment = answer.segment
                 views.append(segment)
@@ -609,6 +660,12 @@ class Mover:
                 )
             count += 1
         self._code.send(self.address, count)
+
+    def _wrapped(self, node: int, frame: Frame) -> bytes:
+        datagram = encode(frame)
+        if node in self._wraps and self._moves.connected:
+            return self._wraps[node].wrap(datagram)
+        return datagram
 
     def send_jobs(self, jobs: int, count: int) -> None:
         """Send the frames of so many jobs (`kvcast.protocol.lane.Job`), at most `BATCH`, which lie

@@ -34,9 +34,9 @@ import xxhash
 from kvcast.protocol.messages.wire import (
     CHUNKINGS,
     CHUNKS_PER_SEGMENT,
+    SEGMENT_INDEX_BITS,
     Field,
     Header,
-    segment_index,
 )
 
 ROCE_UDP_PORT: Final = 4791
@@ -64,6 +64,8 @@ ADDRESS_LOW_ZEROS: Final = 0xFFFF & ~_ADDRESS_BITS
 """Bits of these two fields that are 0 in every chunk's address."""
 
 _INDEX_BITS: Final = 16
+_INDEX_MASK: Final = (1 << _INDEX_BITS) - 1
+_SEGMENT_MASK: Final = (1 << SEGMENT_INDEX_BITS) - 1
 CHUNK_MASK: Final = (CHUNKS_PER_SEGMENT - 1) << CHUNK_SHIFT
 """The bits in which the immediates, and the addresses, of a segment's chunks differ."""
 
@@ -109,15 +111,15 @@ class Place(NamedTuple):
     first: int
     """The immediate of the first chunk."""
     name: int
-    """What the immediates of all chunks have in common, beside the chunk's own bits: two segments
-    with one name cannot be told apart while they come."""
+    """What the immediates of all chunks have in common, beside the chunk's own bits (`name_of`):
+    two segments with one name cannot be told apart while they come."""
 
     @classmethod
     def of(cls, namespace: int, entry_index: int, slot: int) -> Place:
         """The place with these."""
         low = slot << SLOT_SHIFT
         first = namespace << _INDEX_BITS ^ entry_index ^ low
-        return cls(namespace, entry_index, slot, low | entry_index, first, name_of(first))
+        return cls(namespace, entry_index, slot, low | entry_index, first, first & ~CHUNK_MASK)
 
     def address_low(self, chunk: int) -> int:
         """The low half of a chunk's address."""
@@ -133,15 +135,20 @@ def name_of(immediate: int) -> int:
     return immediate & ~CHUNK_MASK
 
 
+_hash: Final = xxhash.xxh3_64_intdigest
+
+
 @functools.lru_cache(maxsize=1024)
 def place_of(namespace: int, key: bytes, segment: int) -> Place:
     """The place of a segment: `segment` is the header's number. The segments of a block have slots
     side by side, so that they do not wait for each other: readers that had to ask for one of them
     later would ask at different times."""
     block = namespace.to_bytes(2, "big") + key
-    slot = xxhash.xxh3_64_intdigest(block) + segment_index(segment)
-    entry = xxhash.xxh3_64_intdigest(block + segment.to_bytes(2, "big"))
-    return Place.of(namespace, entry & (1 << _INDEX_BITS) - 1, slot & (ZONE_SLOTS - 1))
+    slot = _hash(block) + (segment & _SEGMENT_MASK) & (ZONE_SLOTS - 1)
+    entry = _hash(block + segment.to_bytes(2, "big")) & _INDEX_MASK
+    low = slot << SLOT_SHIFT  # as `Place.of` has it
+    first = namespace << _INDEX_BITS ^ entry ^ low
+    return Place(namespace, entry, slot, low | entry, first, first & ~CHUNK_MASK)
 
 
 # --- the check of a packet ------------------------------------------------------------------

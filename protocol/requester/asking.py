@@ -4,9 +4,11 @@ Owns: the windows of homes and the agent's credit, the turns of fetches and home
 themselves, and every time-out of a segment. Must not know: what answers mean for a fetch, which
 home comes next (`failover`), or when a fetch ends.
 
-A segment in flight counts in its home's window, or, once only losses of it are outstanding or
-others' answers have left it behind, beside it (`_put_beside`). Fetches wait in the queue of their
-home, in the order in which they started; homes take turns.
+A segment in flight counts in its home's window and the agent's credit, which keep the answers from
+filling the receive buffer; or, once only losses of it are outstanding or others' answers have left
+it behind, beside them (`_put_beside`); or, where its answer comes by RDMA, in neither, since it has
+a slot of the landing zone to itself. Fetches wait in the queue of their home, in the order in which
+they started; homes take turns.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ import heapq
 import itertools
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf
 from typing import Final
 
 from kvcast.protocol.fair_queue import Shares
-from kvcast.protocol.messages.roce import SHARED_CHUNKING, place_of
+from kvcast.protocol.messages.roce import SHARED_CHUNKING, ZONE_SLOTS, place_of
 from kvcast.protocol.messages.wire import (
     CELLS,
     CHUNKS_PER_SEGMENT,
@@ -34,7 +36,8 @@ from kvcast.protocol.messages.wire import (
     Frame,
 )
 from kvcast.protocol.pacing import RttEstimator, Window
-from kvcast.protocol.requester.events import RequesterConfig, RequesterCounters
+from kvcast.protocol.placement import Arrived
+from kvcast.protocol.requester.events import ReadFrames, RequesterConfig, RequesterCounters
 from kvcast.protocol.requester.fetch import Fetch, FetchState
 from kvcast.protocol.requester.landing import Landing
 from kvcast.protocol.requester.segment import (
@@ -63,6 +66,9 @@ _CONGESTION_CHUNKS: Final = CHUNKS_PER_SEGMENT // 8
 _PATIENT_SILENCES: Final = 2
 """After so many time-outs in a row, it is not the segment's turn that has not come: its READs were
 lost, as all are while a switch is away, and what the home sends meanwhile was asked for later."""
+_IDLE: Final = SegmentState.IDLE
+_FIRST_NUMBER: Final = SHARED_CHUNKING.number(0)
+"""What READs say of the first segment whose answers come by RDMA; the others' numbers follow."""
 
 
 class Home:
@@ -120,7 +126,9 @@ class Asker:
         self.in_window = 0
         """Segments that count in some home's window; all together at most `credit_segments`."""
         self.beside = 0
-        """Segments in flight that do not count in a window; as many again at most."""
+        """Segments in flight beside the windows; as many again at most."""
+        self.landing_only = 0
+        """Segments in flight that count by their slots alone."""
         self.heard_at: dict[int, float] = {}
         """By node, when new DATA came from it last."""
         self.more_comes = False
@@ -132,7 +140,8 @@ class Asker:
         """Homes that can answer by RDMA."""
         self.landed_at: dict[int, float] = {}
         """By home, when chunks that it has written were taken last."""
-        self.outbox: list[tuple[int, Frame]] = []
+        self._outbox: list[tuple[int, ReadFrames]] = []
+        self._outbox_frames = 0
         self._outbox_max = 4 * config.credit_segments
         self._counters = counters
         self._fetches = fetches
@@ -195,8 +204,7 @@ class Asker:
     def _claim(self, landing: Landing, fetch: Fetch, segment: Segment) -> bool:
         """Have the answer to a READ of the whole segment come by RDMA; False where its slot is
         another's just now: that one's end lets it go on."""
-        namespace, key = fetch.block
-        place = place_of(namespace, key, fetch.chunking.number(segment.index))
+        place = place_of(*fetch.block, _FIRST_NUMBER | segment.index)
         if not landing.claim(place, segment):
             return False
         segment.place = place
@@ -204,7 +212,17 @@ class Asker:
         return True
 
     def let_slot_go(self, segment: Segment) -> None:
-        """Nothing of the segment is to come by RDMA any more."""
+        """Nothing of the segment, which is in flight, is to come by RDMA any more."""
+        if segment.place is not None:
+            self._release(segment)
+            if not segment.in_window:
+                home = self.homes[segment.home]
+                self.landing_only -= 1
+                self._enter_window(segment, home)
+                if segment.state in AWAITING and not segment.overtaken:
+                    home.awaited[segment] = None
+
+    def _release(self, segment: Segment) -> None:
         if segment.place is not None:
             assert self.landing is not None
             self.landing.release(segment.place)
@@ -232,18 +250,24 @@ class Asker:
         waiting = self.waiting
         blocked = 0  # homes in a row that had nothing to ask for now
         while waiting and blocked < len(waiting):
-            no_credit = self.in_window >= self.config.credit_segments
-            if no_credit and len(self.flows) == 1 and not self._others_wait():
-                return
             index, home = next(iter(waiting.items()))
-            full = no_credit or home.in_window >= self._window(now, home)
-            turn = self._next_idle(now, home, full=full)
-            if turn is None and full and not no_credit and self._has_slots(now, home):
-                turn = self._next_idle(now, home, full=False, by_write=True)
+            turn = None
+            slots = self._free_slots(now, home)
+            if slots:
+                turn = self._next_idle(now, home, slots, by_write=True)
+            if turn is None:
+                credit = self.config.credit_segments - self.in_window
+                if credit <= 0 and not self._more_than_credit():
+                    return
+                room = min(credit, self._window(now, home) - home.in_window)
+                turn = self._next_idle(now, home, room)
             if turn is not None:
-                fetch, segment = turn
-                self._take_off(now, fetch, segment)
-                self._ask(now, fetch, segment)
+                fetch, segments = turn
+                if segments[0].is_new:
+                    self._ask_first(now, fetch, home, segments)
+                else:
+                    self._take_off(now, fetch, segments[0])
+                    self._ask(now, fetch, segments[0])
                 blocked = 0
             elif home.queues:
                 blocked += 1
@@ -265,25 +289,29 @@ class Asker:
             return self.config.window_shared
         return int(home.window.size)
 
-    def _has_slots(self, now: float, home: Home) -> bool:
-        """Whether more than `home`'s window may be asked for if it comes by RDMA: as many as while
-        readers keep step. Each lands in a slot of its own, so none waits in a buffer of this host;
-        and who takes them is told of several at once, for which more must be on its way."""
+    def _free_slots(self, now: float, home: Home) -> int:
+        """How many segments may be asked of `home` that come by RDMA. Neither its window nor the
+        credit counts: each lands in a slot of its own, so none waits in a buffer of this host; and
+        who takes them is told of several at once, for which more must be on its way."""
         landing = self._landing_from(now, home)
-        if landing is None or landing.full:
-            return False
-        return home.in_window < self.config.window_shared
+        return 0 if landing is None else landing.room
 
-    def _others_wait(self) -> bool:
-        """Whether another namespace waits than that which has everything in flight."""
+    def _more_than_credit(self) -> bool:
+        """Whether something may be asked for beyond the credit: what comes by RDMA, or for another
+        namespace than that which has everything in flight."""
+        if len(self.flows) > 1 or (self.landing is not None and self.landing.room):
+            return True
         return any(not h.queues.keys() <= self.flows.keys() for h in self.waiting.values())
 
     def _next_idle(
-        self, now: float, home: Home, *, full: bool, by_write: bool = False
-    ) -> tuple[Fetch, Segment] | None:
-        """The next segment to ask `home` for; where its window, or the credit, is `full`, one of a
-        namespace of which next to nothing is in flight, since others take it all. `by_write`: only
-        if it comes by RDMA."""
+        self, now: float, home: Home, room: int, *, by_write: bool = False
+    ) -> tuple[Fetch, list[Segment]] | None:
+        """The next segments to ask `home` for: as many of one fetch as there is `room` for, if
+        nobody else waits for a turn, else one; where there is none, one of a namespace of which
+        next to nothing is in flight, since others take it all. `by_write`: only if they come by
+        RDMA."""
+        full = room <= 0
+        most = room if len(home.queues) == len(self.waiting) == 1 else 1
         if full and len(self.flows) == 1 and home.queues.keys() <= self.flows.keys():
             return None  # it has taken it all itself
         held: set[int] = set()  # what they have to ask for waits for slots
@@ -292,30 +320,31 @@ class Asker:
             if held:
                 waiting = [namespace for namespace in home.queues if namespace not in held]
             if full:
-                most = self.config.credit_segments + _ASSURED_IN_ALL
+                limit = self.config.credit_segments + _ASSURED_IN_ALL
                 waiting = [
                     namespace
                     for namespace in waiting
                     if (mine := self.flows.get(namespace, 0)) < _ASSURED < self.in_window - mine
-                    and self.in_window < most
+                    and self.in_window < limit
                 ]
             if not waiting:
                 return None
             namespace = self.fair.next_of(waiting) if len(waiting) > 1 else next(iter(waiting))
-            found = self._next_of(now, home, home.queues[namespace], by_write=by_write)
-            if found is not None:
-                self.fair.took(namespace, 1.0)
-                return found
-            if home.queues[namespace]:
-                held.add(namespace)
-            else:
+            queue = home.queues[namespace]
+            found = self._next_of(now, home, queue, most, by_write=by_write)
+            if not queue:
                 del home.queues[namespace]
+            if found is not None:
+                self.fair.took(namespace, 1.0, len(found[1]))
+                return found
+            if queue:
+                held.add(namespace)
         return None
 
     def _next_of(
-        self, now: float, home: Home, queue: list[tuple[int, int]], *, by_write: bool
-    ) -> tuple[Fetch, Segment] | None:
-        """The next segment of one namespace; None where it waits, and stays first of those.
+        self, now: float, home: Home, queue: list[tuple[int, int]], most: int, *, by_write: bool
+    ) -> tuple[Fetch, list[Segment]] | None:
+        """The next segments of one namespace; None where they wait, and stay first of those.
 
         Fetches come in the order in which they started: the blocks of a prefix are worth nothing
         without those before, and readers of one prefix share answers if they go the same way.
@@ -327,31 +356,48 @@ class Asker:
                 landing = self._landing_of(now, fetch, home)
                 if by_write and landing is None:
                     return None
-                waiting: list[int] = []
-                found: Segment | None = None
-                while fetch.idle:
-                    index = fetch.idle.popleft()
-                    if index >= len(fetch.segments):  # a guess was too high
-                        continue
-                    segment = fetch.segments[index]
-                    if segment.state is not SegmentState.IDLE:
-                        continue
-                    if landing is None or self._claim(landing, fetch, segment):
-                        found = segment
-                        break
-                    waiting.append(index)
-                    if landing.full:
-                        break
-                if waiting:
-                    fetch.idle.extendleft(reversed(waiting))
-                if found is not None:
+                found = self._take_idle(fetch, landing, most)
+                if found:
+                    if not fetch.idle:
+                        heapq.heappop(queue)
+                        fetch.queued_at = -1
                     return fetch, found
-                if waiting:
+                if fetch.idle:
                     return None
             heapq.heappop(queue)
             if fetch is not None and queued:
                 fetch.queued_at = -1
         return None
+
+    def _take_idle(self, fetch: Fetch, landing: Landing | None, most: int) -> list[Segment]:
+        """Take what a fetch has to ask for next: up to `most` segments, all of them new, or one
+        that is not. Those that find no slot stay, in their order."""
+        found: list[Segment] = []
+        stay: list[int] = []
+        idle, segments = fetch.idle, fetch.segments
+        known = len(segments)
+        while idle:
+            index = idle.popleft()
+            if index >= known:  # a guess was too high
+                continue
+            segment = segments[index]
+            if segment.state is not _IDLE:
+                continue
+            is_new = segment.is_new
+            if found and not is_new:
+                stay.append(index)
+                break
+            if landing is None or self._claim(landing, fetch, segment):
+                found.append(segment)
+                if len(found) >= most or not is_new:
+                    break
+            else:
+                stay.append(index)
+                if not landing.room:
+                    break
+        if stay:
+            idle.extendleft(reversed(stay))
+        return found
 
     # --- into flight, beside the window, and out of flight ------------------------------------
 
@@ -359,27 +405,35 @@ class Asker:
         """Put a segment in flight: it is being asked for, or has begun to arrive unasked."""
         home = self.home(fetch.homes.current)
         segment.home = home.index
-        segment.in_window = True
         segment.tag = -1
         segment.sent_at = now
         segment.gather_s = 0.0
         segment.tries = segment.silences = 0
+        if segment.place is None:
+            self._enter_window(segment, home)
+        else:
+            self.landing_only += 1
+
+    def _enter_window(self, segment: Segment, home: Home) -> None:
+        segment.in_window = True
         home.in_window += 1
         self.in_window += 1
-        namespace = fetch.block.namespace
+        namespace = segment.story.block.namespace
         self.flows[namespace] = self.flows.get(namespace, 0) + 1
 
     def land(self, now: float, segment: Segment, event: SegmentEvent) -> None:
         """Let a segment be complete, leave its home or be dropped: it is in flight no more."""
         segment.happen(now, event)
-        home = self.homes[segment.home]
         if segment.in_window:
+            home = self.homes[segment.home]
             self._leave_window(segment, home)
+            home.awaited.pop(segment, None)
+        elif segment.place is not None:
+            self.landing_only -= 1
         else:
             self.beside -= 1
-        home.awaited.pop(segment, None)
         segment.overtaken = False
-        self.let_slot_go(segment)
+        self._release(segment)
         self._timers.cancel(segment)
 
     def _leave_window(self, segment: Segment, home: Home) -> None:
@@ -404,7 +458,12 @@ class Asker:
         A reader that waited here would fall out of step with the others, ask for the following
         segments alone, and be answered alone. At most `credit_segments` are beside the window.
         """
-        if segment.in_window and self.beside < self.config.credit_segments:
+        if not segment.in_window:
+            return
+        if segment.place is not None:
+            self._leave_window(segment, self.homes[segment.home])
+            self.landing_only += 1
+        elif self.beside < self.config.credit_segments:
             self._leave_window(segment, self.homes[segment.home])
             self.beside += 1
 
@@ -416,10 +475,10 @@ class Asker:
         """Something of the segment has come: from now on its time-out is the shorter one.
         `shared`: whether the answer to a READ goes to others too; None = it is a repair. `whole`:
         nothing is missing, so that the caller lets it land at once."""
-        if segment.state is SegmentState.IDLE:
+        if segment.state is _IDLE:
             self._take_off(now, fetch, segment)
         elif shared is not None:
-            self._note_answer(now, shared)
+            self._note_answers(now, shared, 1)
         self._overtake(now, segment)
         segment.happen(now, SegmentEvent.BEGIN)
         segment.overtaken = False
@@ -432,6 +491,32 @@ class Asker:
             segment.patience_s = (self.config.patience - 1) * segment.wait_s
         if not whole:
             self._arm(segment)
+
+    def came_whole(
+        self,
+        now: float,
+        fetch: Fetch,
+        whole: Sequence[Arrived],
+        *,
+        shared: bool,
+        resident: bool,
+    ) -> None:
+        """All of some segments of a fetch, each of which is ASKED, has come at once, from one node:
+        what `begin`, `sample` and `land` do, one segment after the other."""
+        segments = fetch.segments
+        home = self.homes[fetch.homes.current]
+        sampled_at = -inf
+        self._note_answers(now, shared, len(whole))
+        for arrived in whole:
+            segment = segments[arrived.segment]
+            if segment.in_window:
+                self._overtake(now, segment)
+            if arrived.tag == segment.tag and segment.sent_at != sampled_at:
+                # What was asked for together tells of one round trip.
+                sampled_at = segment.sent_at
+                self.sample(now, arrived.source, segment, resident=resident)
+            self.land(now, segment, SegmentEvent.COMPLETE)
+        home.window.completed(len(whole))
 
     def await_chunks(self, now: float, segment: Segment) -> None:
         """The answer by RDMA has ended, and the card has reported nothing of it: unless it does so
@@ -523,7 +608,7 @@ class Asker:
     ) -> None:
         """A READ that was none of ours has been answered."""
         self.heard_at[index] = now
-        self._note_answer(now, shared)
+        self._note_answers(now, shared, 1)
         if shared:
             self._shared_until = now + self.config.sharing_memory_s
         if not resident:
@@ -541,12 +626,13 @@ class Asker:
         if fetch.gathers and (fetch.gather_ms or fetch.group or len(fetch.segments) > 1):
             self._in_step_until = until
 
-    def _note_answer(self, now: float, shared: bool) -> None:
-        """The answer to a READ has begun to come."""
+    def _note_answers(self, now: float, shared: bool, count: int) -> None:
+        """The answers to so many READs have begun to come."""
         if now >= self._answered_at + self.config.sharing_memory_s:
             self._shared_part = float(shared)
         else:
-            self._shared_part += (shared - self._shared_part) * _SHARED_GAIN
+            gain = 1 - (1 - _SHARED_GAIN) ** count
+            self._shared_part += (shared - self._shared_part) * gain
         self._answered_at = now
 
     def expect_company(self, now: float, gather_ms: int) -> None:
@@ -569,6 +655,98 @@ class Asker:
 
     # --- READs --------------------------------------------------------------------------------
 
+    def _gather(self, now: float, fetch: Fetch, home: Home) -> tuple[int, bool]:
+        """How long (ms) a home may gather for the READ of a whole segment, and whether the READ is
+        sent a second time meanwhile."""
+        config = self.config
+        first_wave = _is_first_wave(now, fetch)
+        gather_ms = fetch.gather_ms if first_wave else 0
+        if self._keeps_step(now, fetch):
+            srtt_s = home.rtt.srtt_s
+            if srtt_s is None:  # all answers yet were gathered ones
+                srtt_s = fetch.gather_ms / 1000
+            quarter_ms = max(1, int(srtt_s * 250)) if srtt_s >= _GATHERS_FROM_S else 0
+            auto_ms = min(quarter_ms, config.auto_gather_max_ms)
+            gather_ms = max(gather_ms, auto_ms)
+        repeats = first_wave and fetch.asks_twice
+        return gather_ms, repeats and gather_ms >= config.repeat_from_gather_ms
+
+    def _ask_first(self, now: float, fetch: Fetch, home: Home, segments: Sequence[Segment]) -> None:
+        """Put these segments, all of them new, in flight, and send their first READs: what
+        `_take_off` and `_ask` do for others, but that what is the same for all is worked out
+        once."""
+        config, timers = self.config, self._timers
+        gather_ms, repeats = self._gather(now, fetch, home)
+        gather_s = gather_ms / 1000
+        repeat_at = now + gather_s / 3 if repeats else inf
+        wait_s = self._jittered(min(home.rtt.rto_s, config.rto_max_s)) + gather_s
+        patience_s = (config.patience - 1) * wait_s
+        if now < self._shared_until:
+            patience_s = config.patience_shared_s
+        due_at = min(repeat_at, now + wait_s)
+        zero, tag = fetch.chunking.number(0), self._next_tag
+        numbers: list[int] = []
+        for segment in segments:
+            segment.happen(now, SegmentEvent.ASK)
+            segment.home = home.index
+            segment.waits_at_switch = True
+            segment.sent_at = segment.base_at = now
+            segment.gather_s = gather_s
+            segment.repeat_at = repeat_at
+            segment.wait_s = wait_s
+            segment.patience_s = patience_s
+            timers.arm(segment, due_at)
+            place = segment.place
+            if place is None:
+                self._enter_window(segment, home)
+                home.awaited[segment] = None
+                segment.tag = tag
+                tag = (tag + 1) & 0xFFFFFFFF
+            else:
+                segment.tag = place.tag
+            numbers += (zero | segment.index, segment.tag)
+        count = len(segments)
+        self._next_tag = tag
+        self._counters.reads += count
+        fetch.report.reads += count
+        flags = FLAG_PADDED if config.read_padding else 0
+        if segments[0].place is not None:  # then all have one
+            flags = FLAG_WRITE
+            self._counters.reads_by_write += count
+            self.landing_only += count
+        self._send(
+            home.index,
+            ReadFrames(
+                Frame(
+                    *(OP_READ, *fetch.block, numbers[0], flags, fetch.group),
+                    fetch.chosen_digest,
+                    gather=gather_ms,
+                    wanted=FULL_SEGMENT,
+                    tag=numbers[1],
+                ),
+                numbers,
+            ),
+        )
+
+    def _send(self, home: int, reads: ReadFrames) -> None:
+        """Have READs sent; those for which there is no room are dropped."""
+        room = self._outbox_max - self._outbox_frames
+        if self.landing is not None:
+            room += ZONE_SLOTS  # beyond the credit
+        over = reads.how_many - room
+        if over > 0:
+            self._counters.outbox_dropped += over
+            del reads.numbers[2 * room :]
+        if reads.numbers:
+            self._outbox_frames += reads.how_many
+            self._outbox.append((home, reads))
+
+    def take_outbox(self) -> list[tuple[int, ReadFrames]]:
+        """READs to send now."""
+        outbox, self._outbox = self._outbox, []
+        self._outbox_frames = 0
+        return outbox
+
     def _ask(self, now: float, fetch: Fetch, segment: Segment) -> None:
         """Send a READ for what the segment lacks."""
         assembly = fetch.assembly
@@ -576,8 +754,7 @@ class Asker:
         config = self.config
         flags = FLAG_PADDED if config.read_padding else 0
         wanted = FULL_SEGMENT
-        gather_ms = 0
-        first_wave = False
+        gather_ms, repeats = 0, False
         missing = FULL_SEGMENT if assembly is None else assembly.missing[segment.index]
         event = SegmentEvent.ASK
         if assembly is not None and missing != assembly.all_chunks(segment.index):
@@ -591,15 +768,7 @@ class Asker:
             counters.reads_retry += 1
             fetch.report.retries += 1
         else:
-            first_wave = _is_first_wave(now, fetch)
-            gather_ms = fetch.gather_ms if first_wave else 0
-            if self._keeps_step(now, fetch):
-                srtt_s = self.homes[segment.home].rtt.srtt_s
-                if srtt_s is None:  # all answers yet were gathered ones
-                    srtt_s = fetch.gather_ms / 1000
-                quarter_ms = max(1, int(srtt_s * 250)) if srtt_s >= _GATHERS_FROM_S else 0
-                auto_ms = min(quarter_ms, config.auto_gather_max_ms)
-                gather_ms = max(gather_ms, auto_ms)
+            gather_ms, repeats = self._gather(now, fetch, self.homes[segment.home])
         counters.reads += 1
         fetch.report.reads += 1
         if segment.state is SegmentState.IDLE:
@@ -610,12 +779,15 @@ class Asker:
             if landing is None:
                 self.let_slot_go(segment)
             elif segment.place is None:
-                self._claim(landing, fetch, segment)
+                claimed = self._claim(landing, fetch, segment)
+                if claimed and not segment.in_window:
+                    self.beside -= 1
+                    self.landing_only += 1
         segment.happen(now, event)
         segment.waits_at_switch = True
         segment.sent_at = now
         segment.gather_s = gather_ms / 1000
-        if first_wave and fetch.asks_twice and gather_ms >= config.repeat_from_gather_ms:
+        if repeats:
             segment.repeat_at = now + segment.gather_s / 3
         if event is SegmentEvent.ASK and segment.place is not None:
             # A repeat has the same tag, so what it is answered to cannot be told.
@@ -641,30 +813,23 @@ class Asker:
     def _send_read(
         self, fetch: Fetch, segment: Segment, flags: int, wanted: int, gather_ms: int
     ) -> None:
-        if len(self.outbox) >= self._outbox_max:
-            self._counters.outbox_dropped += 1
-            return
         tag = segment.tag
         if segment.place is not None and not flags & FLAG_PARTIAL:
             flags = flags & ~FLAG_PADDED | FLAG_WRITE
             tag = segment.place.tag
-        self.outbox.append(
-            (
-                segment.home,
-                Frame(
-                    OP_READ,
-                    fetch.block.namespace,
-                    fetch.block.key,
-                    fetch.chunking.number(segment.index),
-                    flags,
-                    fetch.group,
-                    fetch.chosen_digest,
-                    gather=gather_ms,
-                    wanted=wanted,
-                    tag=tag,
-                ),
-            )
+        frame = Frame(
+            OP_READ,
+            fetch.block.namespace,
+            fetch.block.key,
+            fetch.chunking.number(segment.index),
+            flags,
+            fetch.group,
+            fetch.chosen_digest,
+            gather=gather_ms,
+            wanted=wanted,
+            tag=tag,
         )
+        self._send(segment.home, ReadFrames(frame, [frame.segment, tag]))
 
     # --- time ---------------------------------------------------------------------------------
 
@@ -748,7 +913,10 @@ class Asker:
         flying = [s for f in self._fetches.values() for s in f.segments if s.in_flight]
         in_window = [s for s in flying if s.in_window]
         assert self.in_window == len(in_window), f"{self.in_window} for {in_window}"
-        assert self.beside == len(flying) - len(in_window), f"{self.beside} beside, of {flying}"
+        landing_only = [s for s in flying if not s.in_window and s.place is not None]
+        assert self.landing_only == len(landing_only), f"{self.landing_only} for {landing_only}"
+        beside = len(flying) - len(in_window) - len(landing_only)
+        assert self.beside == beside, f"{self.beside} beside, of {flying}"
         assert self.beside <= self.config.credit_segments
         flows = Counter(s.story.block.namespace for s in in_window)
         assert self.flows == flows, f"{self.flows}, not {flows}"

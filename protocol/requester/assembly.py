@@ -118,6 +118,13 @@ class Assembly:
             self.segments_left -= 1
         return arrived.missing
 
+    def took_whole(self, arrivals: Collection[Arrived]) -> None:
+        """Note that as many segments are there, all of each."""
+        for arrived in arrivals:
+            assert not arrived.missing
+            self.missing[arrived.segment] = 0
+        self.segments_left -= len(arrivals)
+
     def verified(self) -> bool:
         """Whether the bytes, all of them there, are those that the digest was made of."""
         assert self.segments_left == 0

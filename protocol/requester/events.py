@@ -7,11 +7,12 @@ proceeds.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
-from kvcast.protocol.messages.wire import BlockId, Offer
+from kvcast.protocol.messages.wire import BlockId, Frame, Offer
+from msgspec import structs
 
 
 class Reservation(Protocol):
@@ -39,7 +40,7 @@ class RequesterConfig:
     max_block_bytes: int = 64 * 1024 * 1024
     """Largest block taken from the network."""
     credit_segments: int = 64
-    """Segments in flight to this agent, from all homes together."""
+    """Segments in flight to this agent, from all homes together, without those by RDMA."""
     window_initial: int = 8
     """Segments in flight from one home, at first."""
     window_max: int = 64
@@ -199,6 +200,24 @@ class FetchReport:
         if self.chunks_resident:
             return "switch"
         return "shared" if self.chunks_shared else "home"
+
+
+class ReadFrames(NamedTuple):
+    """READs that go to one node together, and differ in segment and tag alone."""
+
+    first: Frame
+    numbers: list[int]
+    """What each says as its segment, and as its tag, the first one's included."""
+
+    @property
+    def how_many(self) -> int:
+        """READs."""
+        return len(self.numbers) // 2
+
+    def frames(self) -> Iterator[Frame]:
+        """Each of them."""
+        for segment, tag in zip(self.numbers[::2], self.numbers[1::2], strict=True):
+            yield structs.replace(self.first, segment=segment, tag=tag)
 
 
 class Fetched(NamedTuple):

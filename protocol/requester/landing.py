@@ -271,30 +271,28 @@ class Landing:
 
     def claim(self, place: Place, owner: object) -> bool:
         """Let chunks of a segment come; False where it must wait for another's end."""
-        if not self.can_claim(place):
+        slot, name = place.slot, place.name
+        owners, names = self._owners, self._names
+        if slot in owners or name in names or not self.usable or len(owners) >= self._most:
             return False
-        self._code.claim(self.address, place.slot, place.first)
-        self._owners[place.slot] = place, owner
-        self._names.add(place.name)
+        self._code.claim(self.address, slot, place.first)
+        owners[slot] = place, owner
+        names.add(name)
         return True
 
-    def can_claim(self, place: Place) -> bool:
-        """Whether `claim` would succeed."""
-        taken = place.slot in self._owners or place.name in self._names
-        return self.usable and not taken and not self.full
-
     @property
-    def full(self) -> bool:
-        """Whether as many segments are awaited as may be."""
-        return len(self._owners) >= self._most
+    def room(self) -> int:
+        """How many more segments may be awaited."""
+        return self._most - len(self._owners)
 
     def release(self, place: Place) -> None:
         """A segment that has claimed its slot wants nothing more."""
-        mine, _ = self._owners.pop(place.slot)
+        slot = place.slot
+        mine, _ = self._owners.pop(slot)
         assert mine == place
         self._names.remove(place.name)
-        self._ending.discard(place.slot)
-        self._code.release(self.address, place.slot)
+        self._ending.discard(slot)
+        self._code.release(self.address, slot)
 
     def await_end(self, place: Place, wanted: int, last: int) -> None:
         """The end of its answer is known: chunks of `wanted` still come, and `last`, a bit, is the

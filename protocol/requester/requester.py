@@ -74,6 +74,7 @@ from kvcast.protocol.requester.events import (
     Event,
     MissReason,
     OfferReceived,
+    ReadFrames,
     RequesterConfig,
     RequesterCounters,
     WrongResident,
@@ -98,6 +99,7 @@ MOST_MET: Final = 4096
 """Blocks of which it is known that others want them, too."""
 MOST_GROUPS: Final = 256
 """Reader groups of which it is known when their DATA came last."""
+_ASKED: Final = SegmentState.ASKED
 _RECEIVING: Final = SegmentState.RECEIVING
 _GAPPED: Final = SegmentState.GAPPED
 
@@ -327,12 +329,19 @@ class Requester:
         """Hear of DATA that `placement` has put in place, in the order in which it came."""
         by_serial = self._life.by_serial
         self._asker.more_comes = True
-        for arrived in arrivals:
+        done = 0
+        while done < len(arrivals):
+            arrived = arrivals[done]
             fetch = by_serial.get(arrived.serial)
             if fetch is None:  # an arrival before this one has ended the assembly
                 self.counters.duplicates += arrived.frames
+                done += 1
+            elif whole := self._whole_from(fetch, arrivals, done):
+                self._came_whole(now, fetch, whole)
+                done += len(whole)
             else:
                 self._arrived(now, fetch, arrived)
+                done += 1
         if self._asker.landing is not None:
             self._asker.landing.count()
         self._asker.more_comes = False
@@ -387,9 +396,12 @@ class Requester:
 
     def frames_to_send(self) -> list[tuple[int, Frame]]:
         """READs to send now, each with the node it goes to."""
-        asker = self._asker
-        frames, asker.outbox = asker.outbox, []
-        return frames
+        return [(home, frame) for home, reads in self.reads_to_send() for frame in reads.frames()]
+
+    def reads_to_send(self) -> list[tuple[int, ReadFrames]]:
+        """The same, as far as possible many together."""
+        self.placement.ask_more(more=bool(self._asker.waiting))
+        return self._asker.take_outbox()
 
     def next_event(self) -> Event | None:
         """The oldest event not taken yet; None if there is none."""
@@ -409,7 +421,8 @@ class Requester:
     @property
     def segments_in_flight(self) -> int:
         """Segments asked for, or arriving, and not complete."""
-        return self._asker.in_window + self._asker.beside
+        asker = self._asker
+        return asker.in_window + asker.beside + asker.landing_only
 
     def rto_s(self, home: int) -> float:
         """The present retransmission time-out towards `home`, without back-off."""
@@ -510,6 +523,63 @@ class Requester:
             return
         asker = self._asker
         flags, source = arrived.flags, arrived.source
+        self._note_new(now, fetch, assembly, source, flags, new)
+        segment = fetch.segments[arrived.segment]
+        state = segment.state
+        if state is not _RECEIVING and state is not _GAPPED:
+            shared = None if flags & FLAG_PARTIAL else bool(flags & FLAG_SHARED)
+            asker.begin(now, fetch, segment, shared=shared, whole=not arrived.missing)
+        segment.base_at = now
+        segment.tries = segment.silences = 0
+        if arrived.tag == segment.tag:
+            asker.sample(now, source, segment, resident=bool(flags & FLAG_RESIDENT))
+        missing = assembly.took(arrived)
+        if not missing:
+            self._segment_complete(now, fetch, segment, assembly)
+        elif arrived.ends_anew:
+            asker.gap(now, segment, missing.bit_count())
+
+    def _whole_from(self, fetch: Fetch, arrivals: Sequence[Arrived], at: int) -> list[Arrived]:
+        """From there on, as far as they agree in copy, source and flags, those arrivals each of
+        which is all of a segment that was asked for: nothing of it had come, and all has at once.
+        None while an offer may be taken: there, more follows from it."""
+        whole: list[Arrived] = []
+        _, _, _, _, source, flags, _, _, _ = arrivals[at]
+        if flags & FLAG_PARTIAL or fetch.may_probe:
+            return whole
+        serial, segments = arrivals[at].serial, fetch.segments
+        for arrived in arrivals[at:] if at else arrivals:
+            of, added, missing, index, sender, its_flags, _, _, _ = arrived
+            if missing or not added or of != serial or segments[index].state is not _ASKED:
+                break
+            if sender != source or its_flags != flags:
+                break
+            whole.append(arrived)
+        return whole
+
+    def _came_whole(self, now: float, fetch: Fetch, whole: Sequence[Arrived]) -> None:
+        """What `_arrived` does, for all of these together (`_whole_from`)."""
+        assembly = fetch.assembly
+        assert assembly is not None
+        new = frames = 0
+        for arrived in whole:
+            new += arrived.added.bit_count()
+            frames += arrived.frames
+        assembly.took_whole(whole)
+        self.counters.duplicates += frames - new
+        flags, source = whole[0].flags, whole[0].source
+        self._note_new(now, fetch, assembly, source, flags, new)
+        shared, resident = bool(flags & FLAG_SHARED), bool(flags & FLAG_RESIDENT)
+        self._asker.came_whole(now, fetch, whole, shared=shared, resident=resident)
+        if assembly.segments_left == 0:
+            self._block_complete(now, fetch, assembly)
+
+    def _note_new(
+        self, now: float, fetch: Fetch, assembly: Assembly, source: int, flags: int, new: int
+    ) -> None:
+        """So many chunks that were not there have come from a node."""
+        counters = self.counters
+        asker = self._asker
         report = fetch.report
         counters.data += new
         fetch.progress_at = now
@@ -532,20 +602,6 @@ class Requester:
             report.chunks_shared += new
         else:
             report.chunks_plain += new
-        segment = fetch.segments[arrived.segment]
-        state = segment.state
-        if state is not _RECEIVING and state is not _GAPPED:
-            shared = None if flags & FLAG_PARTIAL else bool(flags & FLAG_SHARED)
-            asker.begin(now, fetch, segment, shared=shared, whole=not arrived.missing)
-        segment.base_at = now
-        segment.tries = segment.silences = 0
-        if arrived.tag == segment.tag:
-            asker.sample(now, source, segment, resident=bool(flags & FLAG_RESIDENT))
-        missing = assembly.took(arrived)
-        if not missing:
-            self._segment_complete(now, fetch, segment, assembly)
-        elif arrived.ends_anew:
-            asker.gap(now, segment, missing.bit_count())
 
     # --- answers by RDMA --------------------------------------------------------------------
 
@@ -575,6 +631,20 @@ class Requester:
                 self._take_landed(now, fetch, segment, fetch.assembly, flags, segment.home)
         asker.more_comes = False
         asker.pump(now)
+
+    def choose(self, now: float, source: int, frame: Frame) -> bool:
+        """The end of an answer by RDMA has come, maybe of a block of which no copy is chosen:
+        choose the one that it is of. True = that cannot be, and all that follows from it is done;
+        else it is for `placement` to take, or for `receive`."""
+        fetch = self._by_block.get((frame.namespace, frame.key))
+        if fetch is None or fetch.assembly is not None or source not in fetch.homes.sources:
+            return False
+        if chunking_of(frame.segment) is not fetch.chunking:
+            return False
+        segment = self._flying(source, frame, fetch)
+        if segment is None or segment.place is None or segment.place.tag != frame.tag:
+            return False
+        return self._choose_copy(now, source, frame, fetch) is None
 
     def _receive_written(self, now: float, source: int, frame: Frame, fetch: Fetch) -> None:
         """The end of an answer by RDMA: what has come of it is in the landing zone."""

@@ -62,7 +62,7 @@ class SegmentEvent(IntEnum):
     GAP = 3
     """An answer has ended, and chunks are missing."""
     COMPLETE = 4
-    """The last missing chunk has come."""
+    """The last missing chunk has come, or all at once."""
     SWALLOWED = 5
     """Something that is no answer to us has ended the wait that our READ may have joined."""
     OVERLOADED = 6
@@ -89,6 +89,7 @@ TRANSITIONS: Final[dict[SegmentState, dict[SegmentEvent, SegmentState]]] = {
     _S.ASKED: {
         _E.ASK: _S.ASKED,
         _E.BEGIN: _S.RECEIVING,
+        _E.COMPLETE: _S.DONE,
         _E.SWALLOWED: _S.POSTPONED,
         _E.SILENCE: _S.ASKED,
         **_ANY_IN_FLIGHT,
@@ -162,7 +163,7 @@ class Segment(Timer):
     )
 
     def __init__(self, index: int, story: Story) -> None:
-        super().__init__()
+        self.queued_at = inf  # as `Timer` does
         self.fetch_id = story.fetch_id
         self.index = index
         self.story = story
@@ -197,6 +198,11 @@ class Segment(Timer):
         """When to ask, in POSTPONED and GAPPED."""
         self.repeat_at = inf
         """When to send the READ a second time, in ASKED, if its home gathers for so long."""
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it was never in flight, and has no wait at a switch."""
+        return self.home < 0 and not self.waits_at_switch
 
     @property
     def in_flight(self) -> bool:

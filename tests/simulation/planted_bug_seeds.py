@@ -34,7 +34,7 @@ SEEDS: dict[str, Known] = {
     "eviction does not look at pins": Known(1, 1, 2),
     "an agent evicts without a look at what clients pin by themselves": Known(1, 1, 2),
     "what is evicted stays in the index that clients read": Known(1, 1, 2),
-    "bytes that came by TCP are stored under the digest that was promised": Known(18, 2, 18),
+    "bytes that came by TCP are stored under the digest that was promised": Known(34, 3, 34),
     "what came by RDMA is not compared with its digest": Known(1011, 66, 1011),
     "what is pushed home is not compared with its digest": Known(300, 24, 300),
     "what homes say that they hold is not counted": Known(4, 1, 4),
@@ -90,7 +90,7 @@ SEEDS: dict[str, Known] = {
     "a block that came before its ancestor stays when that goes": Known(10, 1, 13),
     "weights of namespaces count for nothing between nodes": Known(40, 5, 40),
     "a controller that knows nothing begins with the generations of the one before": Known(
-        18, 4, 18
+        34, 10, 34
     ),
     "a namespace that is made again is the one that was deleted": Known(2, 2, 5),
     "agents keep what is deleted": Known(1, 1, 2),

@@ -836,10 +836,16 @@ def _written_not_verified() -> Any:
 
 @bug("a slot is given to a segment before the one that has it has ended", 0, 1, only=_writes)
 def _slot_given_twice() -> Any:
-    def can_claim(self: Landing, place: Any) -> bool:
-        return self.usable and place.name not in self._names
+    original = Landing.claim
 
-    return mock.patch.object(Landing, "can_claim", can_claim)
+    def claim(self: Landing, place: Any, owner: object) -> bool:
+        had = self._owners.pop(place.slot, None)
+        given = original(self, place, owner)
+        if not given and had is not None:
+            self._owners[place.slot] = had
+        return given
+
+    return mock.patch.object(Landing, "claim", claim)
 
 
 @bug("a block may be evicted while the card still writes it to others", 0, 1, only=_writes)

@@ -22,10 +22,11 @@ from kvcast.hostagent.core.pushing import Pushes
 from kvcast.hostagent.network.courier import CourierDriver, CourierSelector
 from kvcast.hostagent.network.mover import Mover
 from kvcast.protocol.meetings import Meetings
+from kvcast.protocol.messages import roce, wire
 from kvcast.protocol.messages.roce import Place
 from kvcast.protocol.messages.shared import REGION_BYTES
-from kvcast.protocol.placement import Arrived, address_of_buffer
-from landing_card import Card, Reader
+from kvcast.protocol.placement import HELD, Arrived, address_of_buffer
+from landing_card import BLOCK, DIGEST, HOME, SIZE, Card, Reader
 
 pytestmark = pytest.mark.skipif(
     not membarrier.available(), reason="no membarrier(2), or not x86-64"
@@ -135,6 +136,16 @@ def test_half_of_what_is_awaited_is_told_of_together() -> None:
         assert made.told == [1, 2]
 
 
+def test_who_asks_for_nothing_more_hears_when_the_block_is_there() -> None:
+    with bed() as made:
+        made.placement.ask_more(more=False)
+        made.come(1, 2)
+        with later(made, 3, 0):
+            made.driver.wait(None)
+        assert made.told == [1, 2, 3, 0]
+        assert made.reader.buffer == made.reader.data
+
+
 def test_the_end_of_a_block_is_told_of_at_once() -> None:
     with bed() as made:
         made.come(0, 1, 2)
@@ -172,6 +183,122 @@ def test_what_python_must_decide_is_told_of_at_once_with_what_came_before() -> N
         made.home.sendto(made.reader.end_of(2), made.mine.getsockname())
         made.driver.wait(None)
         assert made.told == [1]
+        assert made.frames == 1
+
+
+# --- no copy is chosen yet ----------------------------------------------------------------------
+
+
+class Choosing:
+    """Whoever chooses copies; nothing of the block is known before."""
+
+    def __init__(self, made: Bed, refuses: bool = False, size: int = SIZE) -> None:
+        self.made, self.refuses, self.size = made, refuses, size
+        self.heard: list[int] = []
+        made.placement.leave(made.reader.number)
+        made.placement.choose = self.choose
+
+    def choose(self, node: int, datagram: bytes) -> bool:
+        assert node == HOME
+        self.heard.append(wire.segment_index(wire.decode(datagram).segment))
+        if not self.refuses:
+            reader = self.made.reader
+            reader.number, reader.serial, _ = self.made.placement.enter(
+                *(BLOCK, self.size, DIGEST, memoryview(reader.buffer)),
+                *(roce.SHARED_CHUNKING, [HOME]),
+            )
+        return self.refuses
+
+
+def test_of_a_block_without_a_copy_python_hears_with_half_of_what_is_awaited() -> None:
+    """And chooses it once: what was held behind the first is then put in its place."""
+    with bed() as made:
+        choosing = Choosing(made)
+        made.come(1)
+        with later(made, 2):
+            assert made.driver.wait(None) == []
+        assert choosing.heard == [1]
+        assert made.told == [1, 2]
+        assert made.frames == 0
+        for index in (1, 2):
+            start = roce.SHARED_CHUNKING.start_of(index)
+            size = roce.SHARED_CHUNKING.bytes_of(SIZE, index)
+            assert made.reader.segment(index) == made.reader.data[start : start + size]
+
+
+def test_of_such_a_block_python_hears_when_nothing_follows() -> None:
+    with bed(tell_within_s=0.05) as made:
+        choosing = Choosing(made)
+        made.come(2)
+        made.driver.wait(None)
+        assert (choosing.heard, made.told, made.frames) == ([2], [2], 0)
+
+
+def test_what_is_held_comes_before_what_python_must_decide() -> None:
+    with bed() as made:
+        choosing = Choosing(made)
+        made.come(1)
+        made.home.sendto(made.reader.end_of(2, tag=1), made.mine.getsockname())
+        made.driver.wait(None)
+        assert choosing.heard == [1]
+        assert made.told == [1]
+        assert made.frames == 1, "the end of an answer that nobody awaits"
+
+
+def test_of_what_is_refused_nothing_more_is_heard() -> None:
+    with bed() as made:
+        choosing = Choosing(made, refuses=True)
+        made.come(1, 2)
+        made.driver.wait(None)
+        assert (choosing.heard, made.told, made.frames) == ([1, 2], [], 0)
+        assert not any(made.reader.buffer)
+
+
+def test_what_is_held_and_lacks_something_is_for_python() -> None:
+    with bed() as made:
+        choosing = Choosing(made)
+        made.reader.land(1, made.reader.missing[1] & ~4)
+        made.home.sendto(made.reader.end_of(1), made.mine.getsockname())
+        made.come(2)
+        made.driver.wait(None)
+        assert choosing.heard == [1]
+        assert made.told == [2]
+        assert made.frames == 1
+
+
+def test_of_another_copy_than_the_one_chosen_python_decides() -> None:
+    with bed() as made:
+        choosing = Choosing(made)
+        made.come(1)
+        made.reader.land(2, made.reader.missing[2])
+        made.home.sendto(made.reader.end_of(2, digest=DIGEST + 1), made.mine.getsockname())
+        made.driver.wait(None)
+        assert choosing.heard == [1, 2]
+        assert made.told == [1]
+        assert made.frames == 1
+
+
+def test_a_small_block_without_a_copy_is_told_of_at_once() -> None:
+    with bed() as made:
+        choosing = Choosing(made, size=100)
+        made.home.sendto(made.reader.end_of(0, size=100), made.mine.getsockname())
+        made.reader.land(0, 1)
+        made.driver.wait(None)
+        assert choosing.heard == [0]
+        assert made.told == [0]
+
+
+def test_so_many_ends_are_held_and_no_more() -> None:
+    """Whoever sends the same again and again has Python look at it at once."""
+    with bed() as made:
+        choosing = Choosing(made, refuses=True)
+        for slot in range(roce.ZONE_SLOTS):
+            made.card.landing.claim(Place.of(9, slot, slot), slot)
+        made.reader.land(1, made.reader.missing[1])
+        for _ in range(HELD + 1):
+            made.home.sendto(made.reader.end_of(1), made.mine.getsockname())
+        made.driver.wait(None)
+        assert choosing.heard == [1] * HELD
         assert made.frames == 1
 
 

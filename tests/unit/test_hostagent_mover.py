@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from kvcast.hostagent.network.mover import BATCH, WAITING_FRAMES, Mover
@@ -18,6 +18,7 @@ from kvcast.protocol.lane import JOB, OFFER_CODE, datagrams_of
 from kvcast.protocol.messages import wire
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint
 from kvcast.protocol.placement import address_of_buffer
+from kvcast.protocol.requester import ReadFrames
 from kvcast.protocol.responder import Answer, Responder, ResponderConfig
 from msgspec.structs import replace
 
@@ -30,6 +31,15 @@ PEERS = {
 }
 WRAPS = {index: Encapsulation(ME, endpoint) for index, endpoint in PEERS.items()}
 READ = wire.Frame(wire.OP_READ, *BLOCK, wanted=wire.FULL_SEGMENT, tag=9)
+TOGETHER = [
+    (node, ReadFrames(replace(READ, flags=flags), [0x1234, 0xFFFF_FFFF, *range(2 * count - 2)]))
+    for node, flags, count in (
+        (7, wire.FLAG_SHARED, 2),
+        (2, wire.FLAG_PADDED, BATCH + 9),
+        (7, 0, 1),
+    )
+]
+"""READs that leave together."""
 
 
 class Held:
@@ -44,7 +54,9 @@ class Held:
         self.data.release()
 
 
-def answers(*reads: tuple[int, int, int], turn: int = 8) -> list[tuple[int, wire.Frame | Answer]]:
+def answers(
+    *reads: tuple[int, int, int], turn: int = 8
+) -> Sequence[tuple[int, wire.Frame | Answer]]:
     """What a home sends to READs (reader, segment, wanted chunks)."""
     home = Responder(ResponderConfig(turn_frames=turn), lookup=lambda _block: Held())
     for tag, (reader, segment, wanted) in enumerate(reads):
@@ -55,7 +67,9 @@ def answers(*reads: tuple[int, int, int], turn: int = 8) -> list[tuple[int, wire
     return home.answers_to_send(0.0, 10_000)
 
 
-def frames_of(items: list[tuple[int, wire.Frame | Answer]]) -> list[tuple[int, wire.Frame]]:
+def frames_of(
+    items: Sequence[tuple[int, wire.Frame | Answer | ReadFrames]],
+) -> list[tuple[int, wire.Frame]]:
     """Each as frames."""
     frames: list[tuple[int, wire.Frame]] = []
     for node, item in items:
@@ -105,10 +119,10 @@ def test_answers_leave_as_the_datagrams_that_python_would_make(
     sock, nodes = udp
     mover = Mover(sock, connected=False, joins=joins)
     mover.know({index: node.getsockname() for index, node in nodes.items()}, {})
-    sent = answers(*READS, turn=turn)
+    sent = [(7, READ), *answers(*READS, turn=turn), *[(2, READ)] * (BATCH + 3)]
+    sent[1:1], sent[6:6], sent[9:9] = ([each] for each in TOGETHER)
     expected = frames_of(sent)
-    mover.send([(7, READ), *sent, *[(2, READ)] * (BATCH + 3)])
-    expected = [(7, READ), *expected, *[(2, READ)] * (BATCH + 3)]
+    mover.send(sent)
     for index, node in nodes.items():
         assert all_of(node) == [wire.encode(frame) for to, frame in expected if to == index]
     assert mover.take_counts() == (len(expected), 0, 0, 0)
@@ -129,10 +143,20 @@ def test_a_tunnel_wraps_them(joins: bool) -> None:
         ours.setblocking(False)
         mover = Mover(ours, connected=True, joins=joins)
         mover.know({}, WRAPS)
-        sent = [*answers(*READS), (2, READ), (7, READ)]
+        sent = [*answers(*READS), (2, READ), *TOGETHER, (7, READ)]
         expected = [WRAPS[to].wrap(wire.encode(frame)) for to, frame in frames_of(sent)]
         mover.send(sent)
         assert all_of(switch) == expected
+
+
+def test_reads_for_nobody_known_are_counted() -> None:
+    ours, theirs = unix_pair()
+    with ours, theirs:
+        mover = Mover(ours, connected=True, joins=False)
+        mover.know({}, WRAPS)
+        mover.send([(5, TOGETHER[0][1]), (100, TOGETHER[0][1]), (2, READ)])
+        assert mover.take_counts() == (1, 0, 4, 0)
+        assert all_of(theirs) == [WRAPS[2].wrap(wire.encode(READ))]
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -124,6 +124,21 @@ def test_window_grows_fast_until_a_loss_and_slowly_after() -> None:
     assert window.size == 64
 
 
+@pytest.mark.parametrize("holds", [False, True])
+def test_window_takes_segments_that_are_complete_together_as_one_by_one(holds: bool) -> None:
+    together, apart = Window(4, 64, 0.02), Window(4, 64, 0.02)
+    for window in (together, apart):
+        window.lost(1.0, 0.9)
+        window.sample(1.0, 0.001)
+        window.sample(1.1, 0.022 if holds else 0.001)
+    for _ in range(3):
+        together.completed(50)
+        for _ in range(50):
+            apart.completed()
+        assert together.size == apart.size
+    assert (together.size == 2) == holds
+
+
 def test_window_holds_while_answers_queue_and_shrinks_when_they_queue_long() -> None:
     window = Window(4, 64, 0.02)
     window.sample(0.0, 0.001)

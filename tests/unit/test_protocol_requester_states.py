@@ -210,6 +210,11 @@ def spoil_beside(scene: Scene) -> None:
     scene.asker.beside += 1
 
 
+def spoil_landing_only(scene: Scene) -> None:
+    """1 for []"""
+    scene.asker.landing_only += 1
+
+
 def spoil_awaited_lacks(scene: Scene) -> None:
     """awaited of home 1"""
     del scene.home.awaited[scene.segments[4]]

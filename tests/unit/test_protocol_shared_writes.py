@@ -777,7 +777,7 @@ def test_what_the_card_did_not_send_is_not_called_written() -> None:
     assert pool.writing.counters.failed == len(sent)
 
 
-def test_more_than_the_window_is_asked_for_where_it_comes_by_rdma() -> None:
+def test_what_comes_by_rdma_counts_by_its_slots_alone() -> None:
     config = {"window_initial": 2, "window_max": 2, "window_shared": 6}
     size = wire.SEGMENT_BYTES + 12 * roce.SLOT_BYTES
 
@@ -795,7 +795,68 @@ def test_more_than_the_window_is_asked_for_where_it_comes_by_rdma() -> None:
         reader.requester.check()
         return [frame.flags & wire.FLAG_WRITE for _, frame in reader.requester.frames_to_send()]
 
-    assert asked() == [wire.FLAG_WRITE] * 6
-    assert asked(credit_segments=4) == [wire.FLAG_WRITE] * 4
+    assert asked() == [wire.FLAG_WRITE] * 13
+    assert asked(credit_segments=1) == [wire.FLAG_WRITE] * 13
     assert asked(group=7) == [0, 0]  # by DATA, as where there is no card
     assert asked(landing=False) == [0, 0]
+
+
+def test_answers_by_rdma_keep_no_data_from_being_asked_for() -> None:
+    """Of another home, which has no card."""
+    reader = Net(1, [], window_initial=2, window_max=2, credit_segments=2).readers[1]
+    asker = reader.requester._asker
+    size = wire.SEGMENT_BYTES + 12 * roce.SLOT_BYTES
+    more = {"deadline": 30.0, "expect_size": size, "probe": False}
+    for home in (HOME, HOME + 1):
+        block = BlockId(3, bytes([home] * 16))
+        reader.requester.fetch(0.0, block, (home,), chunking=roce.SHARED_CHUNKING, **more)
+        reader.requester.check()
+    reads = [
+        (home, frame.flags & wire.FLAG_WRITE) for home, frame in reader.requester.frames_to_send()
+    ]
+    assert reads.count((HOME, wire.FLAG_WRITE)) > 2
+    assert reads.count((HOME + 1, 0)) == 2
+    assert reader.requester.segments_in_flight == len(reads)
+    # Without the zone they come by DATA, and so they count.
+    reader.requester.use_landing(None)
+    reader.requester.check()
+    assert asker.landing_only == 0
+    assert asker.in_window == reader.requester.segments_in_flight == len(reads)
+
+
+def test_a_repeat_that_comes_by_rdma_does_not_count_any_more() -> None:
+    reader = Net(1, [], window_initial=2, window_max=2, landing=False).readers[1]
+    size = wire.SEGMENT_BYTES + 12 * roce.SLOT_BYTES
+    reader.requester.fetch(
+        *(0.0, BlockId(3, bytes(16)), (HOME,)),
+        deadline=30.0,
+        expect_size=size,
+        chunking=roce.SHARED_CHUNKING,
+        probe=False,
+    )
+    asker = reader.requester._asker
+    assert (asker.in_window, asker.landing_only) == (2, 0)
+    behind, _ = asker.homes[HOME].awaited.popitem()
+    behind.overtaken = True  # by answers that others shared
+    asker._put_beside(behind)
+    reader.requester.check()
+    reader.requester.use_landing(Landing(reader.memory))
+    while asker.beside:
+        reader.requester.handle_timer(reader.requester.get_timer())
+        reader.requester.check()
+    assert asker.landing_only
+
+
+def test_a_home_without_a_card_whose_turn_it_is_keeps_no_answers_by_rdma_from_being_asked_for() -> (
+    None
+):
+    reader = Net(1, [], window_initial=2, window_max=2, credit_segments=2).readers[1]
+    size = wire.SEGMENT_BYTES + 12 * roce.SLOT_BYTES
+    more = {"deadline": 30.0, "expect_size": size, "probe": False}
+    for home in (HOME + 1, HOME):
+        block = BlockId(3, bytes([home] * 16))
+        reader.requester.fetch(0.0, block, (home,), chunking=roce.SHARED_CHUNKING, **more)
+        reader.requester.check()
+    reads = [home for home, _ in reader.requester.frames_to_send()]
+    assert reads.count(HOME + 1) == 2
+    assert reads.count(HOME) == 13
