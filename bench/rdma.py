@@ -72,7 +72,7 @@ from kvcast.hostagent.network.cards import Cards
 from kvcast.hostagent.network.rdma_link import RdmaCalls, RdmaServer
 from kvcast.hostagent.network.verbs import Card
 from kvcast.hostagent.tiers.arena import SLAB_BYTES, Allocator, ArenaFile
-from kvcast.protocol.links import rdma_caller
+from kvcast.protocol.digests import Digested
 from kvcast.protocol.links.bulk import BulkOptions, GetCall
 from kvcast.protocol.links.rdma import RdmaOptions
 from kvcast.protocol.messages import bulk
@@ -143,7 +143,7 @@ async def _side(index: int, ips: Sequence[str]) -> None:
         while line := (await lines.get()).strip():
             if index == READER:
                 seconds, checked = json.loads(line)
-                with contextlib.nullcontext() if checked else _without_digests():
+                with contextlib.nullcontext() if checked else without_digests(core):
                     _say(await reads.read(seconds))
     finally:
         await reads.calls.close()
@@ -152,14 +152,14 @@ async def _side(index: int, ips: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _without_digests() -> Iterator[None]:
-    """The link takes each block for the one that it begins like; the rest is looked at later."""
+def without_digests(core: AgentCore) -> Iterator[None]:
+    """The core takes each block for the one that it begins like; the rest is looked at later."""
     digests = {_block(number)[:16]: digest_of(_block(number)) for number in range(BLOCKS)}
 
-    def known(view: memoryview) -> int:
-        return digests.get(bytes(view[:16]), 0)
+    def known(now: float, blocks: list[memoryview], then: Digested) -> None:
+        then(now, [digests.get(bytes(view[:16]), 0) for view in blocks])
 
-    with mock.patch.object(rdma_caller, "digest_of", known):
+    with mock.patch.object(core, "make_digests", known):
         yield
 
 

@@ -19,6 +19,7 @@ from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.protocol.links.bulk import GetCall
 from kvcast.protocol.links.rdma import RdmaOptions
 from kvcast.protocol.messages import bulk
+from kvcast.protocol.messages.wire import digest_of
 
 
 def made_up(egress: float, cpu: float) -> dict[str, float]:
@@ -67,6 +68,13 @@ def test_the_picture_shows_the_rounds_that_there_are(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def reader() -> AgentCore:
+    size_bytes = 2 * rdma.BLOCKS * rdma.BLOCK_BYTES
+    store = Store(Allocator(size_bytes, rdma.SLAB_BYTES))
+    memory = memoryview(bytearray(size_bytes))
+    return AgentCore(AgentOptions("node-1"), store, memory, random.Random(1))
+
+
 class Calls:
     """Makes some calls and gives up: then it leaves what it is given, or gives back what is under
     way and says so (`says`), as `RdmaCalls` does."""
@@ -100,12 +108,26 @@ async def test_lone_reads_end_with_an_error_where_the_link_gives_up_later(
 ) -> None:
     monkeypatch.setattr(Calls, "says", says)
     monkeypatch.setattr(rdma, "RdmaCalls", Calls)
-    size_bytes = 2 * rdma.BLOCKS * rdma.BLOCK_BYTES
-    store = Store(Allocator(size_bytes, rdma.SLAB_BYTES))
-    memory = memoryview(bytearray(size_bytes))
-    core = AgentCore(AgentOptions("node-1"), store, memory, random.Random(1))
+    core = reader()
     reads = rdma.Reads(core, RdmaOptions(), Cards([]))
     async with asyncio.timeout(10.0):
         with pytest.raises(RuntimeError, match="gave up"):
             await reads.read(1.0)
     assert reads.calls.made == Calls.enough  # in the middle of the round that counts
+
+
+def test_lone_reads_can_be_made_without_digests() -> None:
+    """The link has them made by what is replaced, and knows no difference."""
+    core = reader()
+    reads = rdma.Reads(core, RdmaOptions(), Cards([]))
+    block = rdma._block(1)
+    wrong = memoryview(block[:16] + bytes(rdma.BLOCK_BYTES - 16))
+    said: list[list[int]] = []
+    for _ in range(2):
+        with rdma.without_digests(core):
+            reads.calls._link._make_digests(
+                0.0, [wrong, memoryview(bytes(20))], lambda _now, digests: said.append(digests)
+            )
+    assert said == [[digest_of(block), 0]] * 2
+    reads.calls._link._make_digests(0.0, [wrong], lambda _now, digests: said.append(digests))
+    assert said[2] == [digest_of(wrong)]
