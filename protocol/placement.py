@@ -1065,10 +1065,8 @@ class Placement:
     ) -> None:
         while (number := self._code.take_held(self.address)) != 0:
             at = (number - 1) * HEADER_BYTES
-            source, datagram = (
-                self._held_sources[number - 1],
-                bytes(self._held[at : at + HEADER_BYTES]),
-            )
+            source = self._held_sources[number - 1]
+            datagram = bytes(self._held[at : at + HEADER_BYTES])
             if self.choose(source, datagram) or self._code.take_again(self.address, number - 1):
                 continue
             if self._table.arrival_count:

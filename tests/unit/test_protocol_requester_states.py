@@ -16,6 +16,7 @@ from math import inf
 from typing import Any
 
 import pytest
+from data_frames import data_frame
 from kvcast.protocol.messages import wire
 from kvcast.protocol.messages.wire import BlockId, Frame, digest_of
 from kvcast.protocol.requester import (
@@ -140,19 +141,8 @@ class Room:
 def receive(core: Requester, index: int, chunks: range) -> None:
     """Let chunks of a segment of BYTES arrive."""
     for chunk in chunks:
-        start = index * SEGMENT + chunk * 1024
         flags = wire.FLAG_LAST if chunk == 63 else 0
-        frame = Frame(
-            wire.OP_DATA,
-            *BLOCK,
-            segment=index,
-            flags=flags,
-            digest=digest_of(BYTES),
-            size=len(BYTES),
-            chunk=chunk,
-            tag=0xFFFF0000,
-            payload=BYTES[start : start + 1024],
-        )
+        frame = data_frame(BLOCK, BYTES, index, chunk, flags=flags, tag=0xFFFF0000)
         core.receive(0.001, HOME, frame)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from data_frames import data_frame
 from kvcast.protocol.fair_queue import Shares
 from kvcast.protocol.messages import roce, wire
 from kvcast.protocol.messages.wire import CELLS, BlockId, Chunking, Frame, digest_of
@@ -172,18 +173,7 @@ def test_what_is_taken_together_costs_as_much_as_one_by_one() -> None:
 
 
 def data(index: int, chunk: int, flags: int = 0, tag: int = 0) -> Frame:
-    start = index * wire.SEGMENT_BYTES + chunk * wire.CHUNK_BYTES
-    return Frame(
-        wire.OP_DATA,
-        *BLOCK,
-        segment=index,
-        flags=flags,
-        digest=digest_of(BYTES),
-        size=len(BYTES),
-        chunk=chunk,
-        tag=tag,
-        payload=BYTES[start : start + wire.CHUNK_BYTES],
-    )
+    return data_frame(BLOCK, BYTES, index, chunk, flags=flags, tag=tag)
 
 
 def arrivals_of(bench: Bench, rng: random.Random) -> list[Arrived]:
