@@ -353,7 +353,7 @@ class Courier:
             batch.answers = address_of_buffer(answers) + number * MAX_MANY * ANSWER.size
         self._homes = (ctypes.c_uint32 * BUCKETS)(*[NOBODY] * BUCKETS)
         mine.homes = ctypes.addressof(self._homes)
-        self._resident = (ctypes.c_uint32 * BUCKETS)()
+        self._resident = (ctypes.c_uint8 * (1 << 16))()
         mine.resident = ctypes.addressof(self._resident)
         self.fetching = (ctypes.c_uint32 * BUCKETS)()
         """By bucket, how many blocks are being fetched otherwise (`Reads` counts)."""
@@ -657,7 +657,7 @@ class Courier:
         ctypes.memmove(self._homes, (ctypes.c_uint32 * BUCKETS)(*homes), ctypes.sizeof(self._homes))
         ctypes.memset(self._resident, 0, ctypes.sizeof(self._resident))
         for block in seen.residents:
-            self._resident[bucket_of(block.key)] = 1
+            self._resident[_end_of(block.key)] = 1
 
     def _be_patient(self, home: int) -> None:
         """Wait for that home as long as the requester does."""
@@ -941,8 +941,8 @@ class Courier:
 
     def _chunking_of(self, block: BlockId) -> Chunking:
         """How what is read of a block is cut."""
-        cells = self._resident[bucket_of(block.key)]
-        return CELLS if cells else CHUNKINGS[self._courier.chunk_code]
+        by_cells = self._resident[_end_of(block.key)]
+        return CELLS if by_cells else CHUNKINGS[self._courier.chunk_code]
 
     def _give(self, told: Told, copy: Copy) -> None:
         """A copy is a client's."""
@@ -1038,6 +1038,11 @@ def _ns(seconds: float) -> int:
 
 
 _REASONS: Final = tuple(enumerate(courier.REASONS))
+
+
+def _end_of(key: bytes) -> int:
+    """The last two bytes, as compiled code reads them."""
+    return key[-1] << 8 | key[-2]
 
 
 def _read_of(*, padded: bool) -> bytes:

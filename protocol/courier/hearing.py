@@ -17,6 +17,7 @@ from kvcast.protocol.courier.in_flight import (
     bucket_of_key,
     enter_question,
     join_question,
+    may_be_resident,
     wait_until,
 )
 from kvcast.protocol.courier.permissions import (
@@ -116,7 +117,7 @@ def _ask_first(courier: Courier, number: U64) -> None:
     bucket = bucket_of_key(asked.rest_of_key)
     asked.home = courier.homes[bucket]
     asked.chunk_code = courier.chunk_code
-    if courier.resident[bucket] != 0:
+    if may_be_resident(courier, asked.rest_of_key) != 0:
         asked.chunk_code = 0 + _CELLS
     wait_until(courier, asked, asked.asked_ns + courier.patience_ns[asked.home])
     send_read(courier, asked)
@@ -131,7 +132,7 @@ def _hear_many(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64)
     who = courier.clients[client]
     count = 1 + (length - size_of(Question)) // KEY_BYTES
     room = room_for(courier, q.namespace, count)
-    why = objection_to_many(courier, who, q, count, room)
+    why = objection_to_many(courier, who, at, count, room)
     if why != NO_OBJECTION:
         courier.counters[why] += count
         begin_answer(courier, client, q.number)
@@ -148,7 +149,7 @@ def _hear_many(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64)
         other = asked_for(courier, q.namespace, q.key, q.rest_of_key)
         bucket = bucket_of_key(q.rest_of_key)
         home = courier.homes[bucket]
-        resident = courier.resident[bucket] != 0
+        resident = may_be_resident(courier, q.rest_of_key) != 0
         why = 0 + NO_OBJECTION
         if other == MAX_ASKED:
             if home == NOBODY or (resident and room > SEGMENT_BYTES):

@@ -33,6 +33,12 @@ def bucket_of_key(rest_of_key: U64) -> U64:
 
 
 @native
+def may_be_resident(courier: Courier, rest_of_key: U64) -> U64:
+    """Whether a switch may hold that block."""
+    return courier.resident[rest_of_key >> 48]
+
+
+@native
 def asked_for(courier: Courier, namespace: U64, key: U64, rest_of_key: U64) -> U64:
     """The question about a block that is asked of a home; MAX_ASKED if there is none."""
     at = 0 + courier.heads[_hash_of(key, rest_of_key)]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvcast.native.subset import U64, native
+from kvcast.native.subset import U64, native, size_of, u64_at
 from kvcast.protocol.conveyor import NODES
-from kvcast.protocol.courier.in_flight import bucket_of_key
+from kvcast.protocol.courier.in_flight import bucket_of_key, may_be_resident
 from kvcast.protocol.courier.states import AskedState
 from kvcast.protocol.courier.structures import (
     BATCHES,
@@ -187,8 +187,9 @@ def may_hear(courier: Courier) -> bool:
 
 
 @native
-def objection_to_many(courier: Courier, who: Client, q: Question, count: U64, room: U64) -> U64:
-    """As `objection`, to a batch of so many."""
+def objection_to_many(courier: Courier, who: Client, at: U64, count: U64, room: U64) -> U64:
+    """As `objection`, to the question at `at` for so many blocks."""
+    q = Question.at(at)
     if courier.open == 0:
         return CLOSED
     if not may_look_up(courier, q):
@@ -203,6 +204,20 @@ def objection_to_many(courier: Courier, who: Client, q: Question, count: U64, ro
         return NO_LANDING
     if not may_be_given(who, who.promised_bytes + count * room):
         return HELD_BYTES
+    # Where some home has no conveyor, the agent reads all: what the courier left to it would be
+    # asked for only when everything else has come.
+    further = u64_at(at + size_of(Question))  # two words a key
+    has_one = 0 + NOBODY
+    for i in range(count):
+        rest_of_key = 0 + q.rest_of_key
+        if i != 0:
+            rest_of_key = further[2 * i - 1]
+        home = courier.homes[bucket_of_key(rest_of_key)]
+        if home != NOBODY and home != has_one and may_be_resident(courier, rest_of_key) == 0:
+            if taker_for(courier, home) == NODES:
+                courier.wished = home + 1
+                return NO_CONVEYOR
+            has_one = 0 + home
     return NO_OBJECTION
 
 
@@ -223,7 +238,9 @@ def objection(courier: Courier, who: Client, q: Question, other: U64, room: U64)
     if other < MAX_ASKED:
         return NO_OBJECTION
     bucket = bucket_of_key(q.rest_of_key)
-    if courier.homes[bucket] == NOBODY or (courier.resident[bucket] != 0 and room > SEGMENT_BYTES):
+    if courier.homes[bucket] == NOBODY:
+        return NO_HOME
+    if room > SEGMENT_BYTES and may_be_resident(courier, q.rest_of_key) != 0:
         return NO_HOME
     if courier.fetching[bucket] != 0 or may_be_here(courier, q):
         return HERE

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvcast.native.subset import I32, U16, U32, U64, Ptr, Struct, indirect
+from kvcast.native.subset import I32, U8, U16, U32, U64, Ptr, Struct, indirect
 from kvcast.protocol.conveyor import Taker
 from kvcast.protocol.messages import shared
 from kvcast.protocol.messages.questions import MAX_MANY
@@ -280,9 +280,9 @@ class Courier(Struct):
     open: U64
     chunk_code: U64
     """How what homes send is to be cut,"""
-    resident: Ptr[U32]
-    """and by bucket, whether a switch holds blocks of it, and all are read as it has them: by cells
-    (code 0)."""
+    resident: Ptr[U8]
+    """and by the last two bytes of a key, whether a switch may hold such a block, and it is read as
+    a switch has it: by cells (code 0)."""
     reads_at_once: U64
     """While so many READs are out, no further block of a batch is read from a switch."""
     patience_ns: Ptr[U64]

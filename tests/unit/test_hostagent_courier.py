@@ -74,6 +74,7 @@ from kvcast.protocol.messages.wire import (
     OP_READ,
     SEGMENT_BYTES,
     BlockId,
+    bucket_of,
     chunking_of,
     decode,
     digest_of,
@@ -1470,14 +1471,12 @@ def test_of_many_blocks_that_a_switch_holds_each_is_read(many: Stand) -> None:
 
 
 def test_what_a_switch_holds_neither_leads_nor_follows_in_a_batch(many: Stand) -> None:
-    resident = [number for number in SMALL if number % 3 == 1]  # one bucket
-    others = [number for number in SMALL if number % 3 != 1]
-    many.hold(resident[:1])
+    others = [number for number in SMALL if number != 1]
+    assert bucket_of(key_of(7)) == bucket_of(key_of(1))
+    many.hold([1])
     many.ask_many(0, SMALL)
-    assert [decode(read).key for read in many.reads] == list(map(key_of, [1, 2, 7]))
-    assert set(resident) == {1, 7}
+    assert [decode(read).key for read in many.reads] == list(map(key_of, [1, 2]))
     many.bring(1, flags=FLAG_RESIDENT)
-    many.bring(7)
     assert not many.wanted, "what the first of the others finds out is not known"
     many.bring(2)
     assert [wanted.key for wanted in many.wanted] == list(map(key_of, others[1:]))
@@ -1485,6 +1484,20 @@ def test_what_a_switch_holds_neither_leads_nor_follows_in_a_batch(many: Stand) -
         many.reply()
     assert many.given == len(SMALL)
     many.end()
+
+
+@pytest.mark.parametrize("held", [SMALL[:-1], SMALL[1:], (), SMALL[1:-1]])
+def test_without_a_conveyor_the_agent_reads_all_of_a_batch_that_no_switch_holds_all_of(
+    stand: Stand, held: tuple[int, ...]
+) -> None:
+    """The client asks the agent for what the courier leaves when all that it took has come."""
+    stand.store.drop(block_of(1))
+    stand.hold(held)
+    stand.ask_many(0, SMALL)
+    assert not stand.reads
+    assert reasons(stand) == {"no_conveyor": len(SMALL)}
+    assert stand.courier.take_wish(stand.now) == HOME
+    stand.end()
 
 
 @pytest.mark.parametrize("flags", [None, FLAG_RESIDENT, FLAG_RESIDENT | FLAG_LAST])
