@@ -18,7 +18,9 @@ a plain switch, and about 1 where each byte leaves its home once.
 `--resident` asks something else: the blocks are pinned into the switch, one node reads them once
 so that they pass and fill it, N other nodes read one further block, since an agent's very first
 read teaches it how large blocks are, the home is stopped (SIGSTOP), and they read. The home's
-egress is read after it was woken again, so that a READ that had reached it would show.
+egress is read after it was woken again, so that a READ that had reached it would show. With
+`--resident-part` below 1 only so many of the blocks are in the switch, and the others come from the
+home, which goes on; its egress is compared with their bytes.
 """
 
 from __future__ import annotations
@@ -106,6 +108,20 @@ class IncastOptions:
         unit="ms",
     )
     resident: bool = bare("ask the resident question")
+    resident_part: float = option(
+        "in the resident question, this part of the blocks is in the switch (0 to 1), and the home "
+        "sends the others",
+        default=1.0,
+        parse=float,
+        metavar="P",
+    )
+    queue: int = option(
+        "at most so many frames wait at each of the switch's ports (switchsim); 0: as many as it "
+        "takes by default",
+        default=0,
+        parse=int,
+        unit="frames",
+    )
     run_dir: Path | None = file("keep all logs there", metavar="DIR")
     deadline_s: float = 60.0
     """How long a get may take before its blocks count as misses."""
@@ -116,7 +132,7 @@ class IncastOptions:
         """`gather_ms`, or what stands for None."""
         if self.gather_ms is not None:
             return self.gather_ms
-        if self.resident:
+        if self.resident and self.resident_part == 1:
             return 0
         return min(250, 100 + 12 * max(0, self.readers - 8))
 
@@ -138,6 +154,12 @@ class IncastOptions:
             raise PoolError("there is at least one round")
         if self.resident and self.rounds > 1:
             raise PoolError("the resident question is asked in one round")
+        if not 0 <= self.resident_part <= 1:
+            raise PoolError("a part of the blocks is 0 to 1")
+        if self.queue < 0:
+            raise PoolError("a queue is not shorter than nothing")
+        if self.queue and self.switch != "switchsim":
+            raise PoolError("only kvcast's own switch is told how long its queues are")
 
 
 @dataclass
@@ -207,6 +229,7 @@ def _pool(options: IncastOptions, nodes: int, name: str, **more: Any) -> Pool:
         arena_bytes=max(16 << 20, 2 * held),
         link_rate_bits_per_s=options.link_rate,
         agent_flags=(f"--responder-rate={options.home_rate:g}",) if options.home_rate else (),
+        switch_flags=(f"--queue-depth={options.queue}",) if options.queue else (),
         log_level=options.log_level,
         **more,
     )
@@ -242,15 +265,19 @@ async def _run_resident(options: IncastOptions) -> Outcome:
         namespace = await _namespace(links[0], options)
         first, *keys = home_keys(pool, "node-1", 1 + options.blocks, (options.seed, 0))
         await _put(links[0], namespace, [first, *keys], options.block_bytes)
-        for key in keys:
+        part = options.resident_part
+        pinned = [key for n, key in enumerate(keys) if int((n + 1) * part) > int(n * part)]
+        for key in pinned:
             await pool.http("POST", "/v1/pin", {"namespace": namespace, "key": key.hex()})
-        await _read_before(links[1], namespace, keys, options)
-        await _wait_filled(pool, len(keys) * -(-options.block_bytes // CHUNK_BYTES))
+        if pinned:
+            await _read_before(links[1], namespace, pinned, options)
+        await _wait_filled(pool, len(pinned) * -(-options.block_bytes // CHUNK_BYTES))
         for reader in links[2:]:
             await _read_before(reader, namespace, [first], options)
-        await _read_at_once(
-            options, outcome, links[0], links[2:], namespace, keys, stopped=(pool, "node-1")
-        )
+        stopped = (pool, "node-1") if len(pinned) == len(keys) else None
+        await _read_at_once(options, outcome, links[0], links[2:], namespace, keys, stopped=stopped)
+        if stopped is None:
+            outcome.distinct_bytes -= len(pinned) * options.block_bytes
         outcome.switch = await _switch_counters(pool)
     return outcome
 
@@ -386,6 +413,8 @@ def _parameters(options: IncastOptions) -> dict[str, Any]:
         "link_rate_bits_per_s": options.link_rate,
         "deadline_s": options.deadline_s,
         "resident": options.resident,
+        "resident_part": options.resident_part,
+        "queue_frames": options.queue or None,
         "runner": options.runner,
         "switch": options.switch,
         "replicas": 0,

@@ -33,7 +33,9 @@ examples:
   kvcast bench incast --readers 8 --loss 0.01 --rounds 3
   kvcast bench incast --readers 8 --home-rate 1000    a link that is the bottleneck
   kvcast bench incast --readers 4 --runner namespaces --switch bmv2     (root, BMv2 installed)
-  kvcast bench incast --resident --readers 8"""
+  kvcast bench incast --resident --readers 8
+  kvcast bench incast --resident --resident-part 0.34 --readers 4 --blocks 96 \\
+    --link-rate 100e6 --queue 512"""
 
 _SIMULATION = """\
 The incast in virtual time: the real cores, frames, P4 program, tables and port queues, but links

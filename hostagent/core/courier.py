@@ -616,8 +616,8 @@ class Courier:
         least = MOMENT_ROWS + courier.RECORDS
         has_rows = self._ledger is None or self._ledger.free_rows >= least
         self._courier.open = has_rows and self._requester.reads_alone(now)
-        credit = self._requester.config.credit_segments
-        self._courier.reads_at_once = min(courier.MAX_ASKED_A_CLIENT, credit)
+        most = min(self._requester.config.credit_segments, self._requester.reads_of_switch)
+        self._courier.reads_at_once = min(courier.MAX_ASKED_A_CLIENT, most)
         if self._courier.wanted_places:
             self._want(self._courier.wanted_places)
             self._courier.wanted_places = 0
@@ -971,7 +971,10 @@ class Courier:
 
     def _failed(self, now: float, told: Told) -> None:
         if told.flags == courier.SILENCE:
-            self._unanswered[BlockId(told.namespace, told.key)] = now
+            block = BlockId(told.namespace, told.key)
+            self._unanswered[block] = now
+            if block in self.residents:
+                self._requester.was_lost(now, told.read_ns / 1e9)
             self._shunned[told.home] = now + self._requester.config.suspect_s
             self._shuns += 1
         elif told.flags in (courier.DEADLINE, courier.GIVEN_UP, courier.YIELDED):

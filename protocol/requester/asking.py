@@ -67,6 +67,8 @@ _PATIENT_SILENCES: Final = 2
 """After so many time-outs in a row, it is not the segment's turn that has not come: its READs were
 lost, as all are while a switch is away, and what the home sends meanwhile was asked for later."""
 _IDLE: Final = SegmentState.IDLE
+_SWITCH: Final = 1 << 16
+"""No home's index: where fetches wait whose blocks a switch holds."""
 _FIRST_NUMBER: Final = SHARED_CHUNKING.number(0)
 """What READs say of the first segment whose answers come by RDMA; the others' numbers follow."""
 
@@ -129,6 +131,10 @@ class Asker:
         """Segments in flight beside the windows; as many again at most."""
         self.landing_only = 0
         """Segments in flight that count by their slots alone."""
+        self.switch = self.homes[_SWITCH] = Home(_SWITCH, config)
+        """What is known of answers from switches' memories. They come all at once, faster than the
+        link to this host takes them. Their segments count in their homes' windows, too, since a
+        switch may not have them yet."""
         self.heard_at: dict[int, float] = {}
         """By node, when new DATA came from it last."""
         self.more_comes = False
@@ -232,7 +238,7 @@ class Asker:
 
     def enqueue(self, fetch: Fetch) -> None:
         """Let the fetch wait for its home's window, if it has something to ask for."""
-        current = fetch.homes.current
+        current = _SWITCH if fetch.resident else fetch.homes.current
         if fetch.idle and fetch.queued_at != current:
             fetch.queued_at = current
             home = self.home(current)
@@ -264,7 +270,7 @@ class Asker:
             if turn is not None:
                 fetch, segments = turn
                 if segments[0].is_new:
-                    self._ask_first(now, fetch, home, segments)
+                    self._ask_first(now, fetch, self.home(fetch.homes.current), segments)
                 else:
                     self._take_off(now, fetch, segments[0])
                     self._ask(now, fetch, segments[0])
@@ -285,7 +291,8 @@ class Asker:
         fetch that gathers has just begun: what is asked for then, homes gather for longest. Who
         only happens to share keeps the window that keeps queues short.
         """
-        if now < self._in_step_until or now < self._company_until:
+        shares = now < self._in_step_until or now < self._company_until
+        if shares and home is not self.switch:
             return self.config.window_shared
         return int(home.window.size)
 
@@ -404,6 +411,7 @@ class Asker:
     def _take_off(self, now: float, fetch: Fetch, segment: Segment) -> None:
         """Put a segment in flight: it is being asked for, or has begun to arrive unasked."""
         home = self.home(fetch.homes.current)
+        self.switch.in_window += fetch.resident
         segment.home = home.index
         segment.tag = -1
         segment.sent_at = now
@@ -424,6 +432,7 @@ class Asker:
     def land(self, now: float, segment: Segment, event: SegmentEvent) -> None:
         """Let a segment be complete, leave its home or be dropped: it is in flight no more."""
         segment.happen(now, event)
+        self.switch.in_window -= self._fetches[segment.fetch_id].resident
         if segment.in_window:
             home = self.homes[segment.home]
             self._leave_window(segment, home)
@@ -516,7 +525,13 @@ class Asker:
                 sampled_at = segment.sent_at
                 self.sample(now, arrived.source, segment, resident=resident)
             self.land(now, segment, SegmentEvent.COMPLETE)
-        home.window.completed(len(whole))
+        self.complete(fetch, home, len(whole))
+
+    def complete(self, fetch: Fetch, home: Home, count: int) -> None:
+        """So many segments of a fetch, which that home was asked for, are complete."""
+        home.window.completed(count)
+        if fetch.resident:
+            self.switch.window.completed(count)
 
     def await_chunks(self, now: float, segment: Segment) -> None:
         """The answer by RDMA has ended, and the card has reported nothing of it: unless it does so
@@ -541,7 +556,8 @@ class Asker:
         if segment not in awaited:
             return
         late = []
-        if now < self._shared_until:
+        # What a switch holds comes at once, and says nothing of what its home was asked for.
+        if now < self._shared_until and not self._fetches[segment.fetch_id].resident:
             late = list(itertools.takewhile(lambda other: other is not segment, awaited))
         for other in late:
             del awaited[other]
@@ -596,8 +612,9 @@ class Asker:
             home.suspect_until = -inf
             rtt_s = now - segment.sent_at - segment.gather_s
             if rtt_s >= 0.0:  # or we joined others, for whom the home had gathered for a while
-                home.rtt.sample(rtt_s)
-                home.window.sample(now, rtt_s)
+                self._sample(now, home, rtt_s)
+        elif resident:
+            self._sample(now, self.switch, now - segment.sent_at)
 
     def next_tag(self) -> int:
         """A tag that no READ has had."""
@@ -611,11 +628,18 @@ class Asker:
         self._note_answers(now, shared, 1)
         if shared:
             self._shared_until = now + self.config.sharing_memory_s
-        if not resident:
+        if resident:
+            self._sample(now, self.switch, rtt_s)
+            self.switch.window.completed()
+        else:
             home = self.home(index)
             home.suspect_until = -inf
-            home.rtt.sample(rtt_s)
-            home.window.sample(now, rtt_s)
+            self._sample(now, home, rtt_s)
+
+    @staticmethod
+    def _sample(now: float, home: Home, rtt_s: float) -> None:
+        home.rtt.sample(rtt_s)
+        home.window.sample(now, rtt_s)
 
     # --- sharing ------------------------------------------------------------------------------
 
@@ -668,7 +692,7 @@ class Asker:
             quarter_ms = max(1, int(srtt_s * 250)) if srtt_s >= _GATHERS_FROM_S else 0
             auto_ms = min(quarter_ms, config.auto_gather_max_ms)
             gather_ms = max(gather_ms, auto_ms)
-        repeats = first_wave and fetch.asks_twice
+        repeats = first_wave and not fetch.resident
         return gather_ms, repeats and gather_ms >= config.repeat_from_gather_ms
 
     def _ask_first(self, now: float, fetch: Fetch, home: Home, segments: Sequence[Segment]) -> None:
@@ -679,10 +703,14 @@ class Asker:
         gather_ms, repeats = self._gather(now, fetch, home)
         gather_s = gather_ms / 1000
         repeat_at = now + gather_s / 3 if repeats else inf
-        wait_s = self._jittered(min(home.rtt.rto_s, config.rto_max_s)) + gather_s
+        rto_s = self.switch.rtt.rto_s if fetch.resident else home.rtt.rto_s
+        wait_s = self._jittered(min(rto_s, config.rto_max_s)) + gather_s
         patience_s = (config.patience - 1) * wait_s
         if now < self._shared_until:
             patience_s = config.patience_shared_s
+        if fetch.resident:
+            patience_s = 0.0
+            self.switch.in_window += len(segments)
         due_at = min(repeat_at, now + wait_s)
         zero, tag = fetch.chunking.number(0), self._next_tag
         numbers: list[int] = []
@@ -876,11 +904,15 @@ class Asker:
         if segment.in_window:
             home.awaited[segment] = None
         segment.base_at = now
-        timeout_s = min(home.rtt.rto_s * backoff, config.rto_max_s)
+        resident = self._fetches[segment.fetch_id].resident
+        # A switch answers at once, or not at all; else it may be that the home's turn comes.
+        at_once = resident and segment.silences < _PATIENT_SILENCES
+        rto_s = self.switch.rtt.rto_s if at_once else home.rtt.rto_s
+        timeout_s = min(rto_s * backoff, config.rto_max_s)
         segment.wait_s = self._jittered(timeout_s) + segment.gather_s
         segment.patience_s = 0.0
-        if patient and segment.silences < _PATIENT_SILENCES:
-            shared = now < self._shared_until
+        if patient and not at_once and segment.silences < _PATIENT_SILENCES + resident:
+            shared = now < self._shared_until and not resident
             segment.patience_s = (config.patience - 1) * segment.wait_s
             segment.patience_s = config.patience_shared_s if shared else segment.patience_s
         self._arm(segment)
@@ -898,13 +930,15 @@ class Asker:
         if assembly is not None:
             self._lost(now, segment, assembly.missing[segment.index].bit_count())
         else:
-            self.homes[segment.home].window.lost(now, segment.sent_at)
+            self._lost(now, segment, CHUNKS_PER_SEGMENT)
 
     def _lost(self, now: float, segment: Segment, chunks: int) -> None:
         """A few lost chunks are bad luck; a queue that overflows takes many. Only then the window
         shrinks: readers that share answers should keep step, and each of them loses others."""
         if chunks > _CONGESTION_CHUNKS:
-            self.homes[segment.home].window.lost(now, segment.sent_at)
+            resident = self._fetches[segment.fetch_id].resident
+            home = self.switch if resident else self.homes[segment.home]
+            home.window.lost(now, segment.sent_at)
 
     # --- what must hold -----------------------------------------------------------------------
 
@@ -913,6 +947,7 @@ class Asker:
         flying = [s for f in self._fetches.values() for s in f.segments if s.in_flight]
         in_window = [s for s in flying if s.in_window]
         assert self.in_window == len(in_window), f"{self.in_window} for {in_window}"
+        resident = [s for s in flying if self._fetches[s.fetch_id].resident]
         landing_only = [s for s in flying if not s.in_window and s.place is not None]
         assert self.landing_only == len(landing_only), f"{self.landing_only} for {landing_only}"
         beside = len(flying) - len(in_window) - len(landing_only)
@@ -922,7 +957,9 @@ class Asker:
         assert self.flows == flows, f"{self.flows}, not {flows}"
         for home in self.homes.values():
             mine = [s for s in in_window if s.home == home.index]
-            assert home.in_window == len(mine), f"{home.in_window} of home {home.index}: {mine}"
+            counted = resident if home is self.switch else mine
+            count = home.in_window
+            assert count == len(counted), f"{count} of home {home.index}: {counted}"
             awaited = {s for s in mine if s.state in AWAITING and not s.overtaken}
             assert set(home.awaited) == awaited, f"awaited of home {home.index}"
             assert not home.queues or home.index in self.waiting, f"turn of home {home.index}"
@@ -935,7 +972,8 @@ class Asker:
                 entries = [fetch_id for fetch_id, _ in queue]
                 assert fetch.id in entries, f"{fetch} is not in the queue of home {queued_at}"
             if fetch.idle and fetch.state is not FetchState.EXPECTING:
-                assert queued_at == fetch.homes.current, f"{fetch} waits for home {queued_at}"
+                waits_for = _SWITCH if fetch.resident else fetch.homes.current
+                assert queued_at == waits_for, f"{fetch} waits for home {queued_at}"
 
 
 def _is_first_wave(now: float, fetch: Fetch) -> bool:

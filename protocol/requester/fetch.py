@@ -134,7 +134,6 @@ class Fetch:
     """One block on its way here."""
 
     __slots__ = (
-        "asks_twice",
         "assembly",
         "block",
         "chunking",
@@ -156,6 +155,7 @@ class Fetch:
         "queued_at",
         "report",
         "reservation",
+        "resident",
         "saw_shared",
         "segments",
         "started_at",
@@ -182,8 +182,9 @@ class Fetch:
         self.group = 0
         self.gather_ms = 0
         self.gathers = True
-        self.asks_twice = True
-        """Whether a READ that lets its home gather is sent twice."""
+        self.resident = False
+        """Whether a switch holds the block, or is to: what it holds comes at once, and so a READ
+        that lets a home gather is not sent twice."""
         self.may_probe = False
         """Whether an offer is still of use, so that only the first segment is read as yet."""
         self.offer: Offer | None = None

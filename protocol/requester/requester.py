@@ -210,7 +210,7 @@ class Requester:
         fetch.may_probe = (
             probe and not (resident or looks_for_company or fetch.report.met)
         ) and self.may_probe(now)
-        fetch.asks_twice = not resident
+        fetch.resident = resident
         self._asker.expect_company(now, fetch.gather_ms)
         self._life.begin(now, fetch, expect=expect)
         if repeat:
@@ -256,6 +256,15 @@ class Requester:
     def reads_alone(self, now: float) -> bool:
         """Whether a block may be read past this, as a lone one: READs ask nobody to wait."""
         return not self.config.gather_ms and not self._asker.shares(now)
+
+    @property
+    def reads_of_switch(self) -> int:
+        """How many READs of what a switch holds may be out at once."""
+        return int(self._asker.switch.window.size)
+
+    def was_lost(self, now: float, sent_at: float) -> None:
+        """Nothing came of such a READ, which was sent then."""
+        self._asker.switch.window.lost(now, sent_at)
 
     def next_tag(self) -> int:
         """Where tags of such READs may begin."""
@@ -770,7 +779,7 @@ class Requester:
     def _segment_complete(
         self, now: float, fetch: Fetch, segment: Segment, assembly: Assembly
     ) -> None:
-        self._asker.homes[segment.home].window.completed()
+        self._asker.complete(fetch, self._asker.homes[segment.home], 1)
         self._asker.land(now, segment, SegmentEvent.COMPLETE)
         if assembly.segments_left == 0:
             self._block_complete(now, fetch, assembly)

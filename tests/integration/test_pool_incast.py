@@ -89,6 +89,20 @@ async def test_a_resident_block_is_served_while_its_home_is_stopped(
     assert report["wrong_bytes"] == 0
 
 
+async def test_of_blocks_of_which_the_switch_holds_a_part_the_home_sends_the_others(
+    tmp_path: Path,
+) -> None:
+    options = IncastOptions(
+        readers=3, blocks=9, resident=True, resident_part=1 / 3, queue=512, run_dir=tmp_path
+    )
+    report = await run(options)
+    assert report["misses"] == report["wrong_bytes"] == 0
+    assert report["hits"]["switch"] == 3 * 3
+    assert report["distinct_bytes"] == 6 * options.block_bytes
+    assert report["home_egress_bytes"] >= report["distinct_bytes"]
+    assert report["parameters"]["queue_frames"] == 512
+
+
 async def test_a_read_that_is_not_measured_has_to_bring_its_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -103,6 +117,7 @@ async def test_a_read_that_is_not_measured_has_to_bring_its_blocks(
 def test_readers_of_what_the_switch_holds_are_not_gathered_unless_that_is_asked_for() -> None:
     assert IncastOptions(resident=True).gather_allowed_ms == 0
     assert IncastOptions(resident=True, gather_ms=30).gather_allowed_ms == 30
+    assert IncastOptions(resident=True, resident_part=0.5).gather_allowed_ms == 100
     assert IncastOptions(readers=8).gather_allowed_ms == 100
 
 
@@ -117,6 +132,9 @@ def test_readers_of_what_the_switch_holds_are_not_gathered_unless_that_is_asked_
         ({"block_bytes": 0}, "256 MiB"),
         ({"rounds": 0}, "round"),
         ({"rounds": 2, "resident": True}, "one round"),
+        ({"resident_part": 1.1, "resident": True}, "0 to 1"),
+        ({"queue": -1}, "queue"),
+        ({"queue": 9, "switch": "bmv2"}, "queues"),
     ],
 )
 def test_impossible_incasts_are_refused(wrong: dict[str, int], complaint: str) -> None:

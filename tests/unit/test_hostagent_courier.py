@@ -1501,9 +1501,11 @@ def test_without_a_conveyor_the_agent_reads_all_of_a_batch_that_no_switch_holds_
 
 
 @pytest.mark.parametrize("flags", [None, FLAG_RESIDENT, FLAG_RESIDENT | FLAG_LAST])
-@pytest.mark.parametrize(("credit", "most"), [(2, 2), (64, MAX_ASKED_A_CLIENT)])
+@pytest.mark.parametrize(
+    ("credit", "window", "most"), [(2, 64, 2), (64, 5, 5), (64, 64, MAX_ASKED_A_CLIENT)]
+)
 def test_no_more_of_many_are_read_from_a_switch_than_there_is_credit_for(
-    stand: Stand, credit: int, most: int, flags: int | None
+    stand: Stand, credit: int, window: int, most: int, flags: int | None
 ) -> None:
     """`flags`: of what has come of a block that is being read already; None: nothing has."""
     held = range(100, 120)
@@ -1511,6 +1513,7 @@ def test_no_more_of_many_are_read_from_a_switch_than_there_is_credit_for(
     assert reasons(stand) == {"no_landing": len(held)}
     requester = stand.core.requester
     requester.config = replace(requester.config, credit_segments=credit)
+    requester._asker.switch.window.size = window
     stand.hold([*held, 2])
     stand.pass_time(0.001)
     stand.ask(1, 2)
@@ -1519,6 +1522,22 @@ def test_no_more_of_many_are_read_from_a_switch_than_there_is_credit_for(
     stand.ask_many(0, held)
     assert len(stand.reads) == most
     assert reasons(stand) == {"no_landing": len(held), "full": len(held) + 1 - most}
+    stand.end()
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_of_what_a_switch_holds_fewer_are_read_at_once_after_a_silence(
+    stand: Stand, held: bool
+) -> None:
+    window = stand.core.requester._asker.switch.window
+    stand.hold([1, 2] if held else [])
+    stand.ask(0, 1)
+    stand.bring(1, flags=FLAG_RESIDENT if held else 0)
+    before = window.size
+    stand.ask(0, 2)
+    stand.pass_time(0.4)
+    assert reasons(stand)["silence"] == 1
+    assert window.size == (before / 2 if held else before)
     stand.end()
 
 

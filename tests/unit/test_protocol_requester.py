@@ -1174,6 +1174,110 @@ def test_a_read_of_what_a_switch_holds_is_not_sent_twice_and_takes_no_offer() ->
     assert {read.segment for read in bench.reads()} >= {1, 2}, "it does not wait for an offer"
 
 
+class Mixed(Bench):
+    """Blocks of one segment, some of which a switch holds, on a network where others read the same
+    just now."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(retry_jitter=0.0, **config)
+        asker = self.core._asker
+        asker._shared_until = asker._in_step_until = asker._company_until = 99.0
+        asker._shared_part = 1.0
+
+    def ask(self, now: float, *numbers: int, resident: bool = False) -> list[int]:
+        """Fetch these; of which blocks READs leave."""
+        for number in numbers:
+            block = BlockId(BLOCK.namespace, number.to_bytes(16, "big"))
+            more: dict[str, Any] = {"deadline": 100.0, "expect_size": SEGMENT}
+            self.core.fetch(now, block, (HOME,), resident=resident, **more)
+        return self.asked()
+
+    def asked(self) -> list[int]:
+        return [int.from_bytes(read.key, "big") for read in self.reads()]
+
+    def come(self, now: float, number: int, flags: int = 0) -> None:
+        content = BYTES[:SEGMENT]
+        fetch = self.core._by_block[(BLOCK.namespace, number.to_bytes(16, "big"))]
+        tag = fetch.segments[0].tag & 0xFFFFFFFF
+        for chunk in range(64):
+            frame = Frame(
+                wire.OP_DATA,
+                *fetch.block,
+                flags=flags | (wire.FLAG_LAST if chunk == 63 else 0),
+                digest=digest_of(content),
+                size=SEGMENT,
+                chunk=chunk,
+                tag=tag,
+                payload=content[chunk * 1024 :][:1024],
+            )
+            self.core.receive(now, HOME, frame)
+
+
+def test_what_a_switch_holds_has_a_window_of_its_own_and_nothing_else_waits_for_it() -> None:
+    bench = Mixed(window_initial=2)
+    assert bench.ask(0.0, 1, 2, 3, 4, resident=True) == [1, 2]
+    assert bench.ask(0.0, 5, 6) == [5, 6]
+    bench.come(0.01, 5)
+    assert bench.asked() == []
+    bench.come(0.01, 1, wire.FLAG_RESIDENT)
+    assert bench.asked() == [3, 4], "it has grown"
+    assert bench.ask(0.02, 7, resident=True) == []
+    for number in (2, 3, 4, 6):
+        bench.come(0.02, number, wire.FLAG_RESIDENT if number != 6 else 0)
+    assert bench.asked() == [7]
+    bench.come(0.03, 7)  # a switch that did not have it yet
+    assert len(bench.events()) == 7
+    assert bench.core._asker.switch.in_window == 0
+
+
+def test_what_comes_from_a_switch_leaves_nothing_behind_that_its_home_was_asked_for() -> None:
+    bench = Mixed()
+    bench.ask(0.0, 1, 2)
+    bench.ask(0.0, 3, resident=True)
+    bench.come(0.001, 3, wire.FLAG_RESIDENT)
+    assert bench.core.counters.overtaken == 0
+    bench.come(0.002, 2, wire.FLAG_SHARED)
+    assert bench.core.counters.overtaken == 1
+    bench.come(0.003, 1, wire.FLAG_SHARED)
+
+
+def test_a_switch_that_does_not_answer_at_once_is_asked_again_whatever_its_home_sends() -> None:
+    bench = Mixed(rto_initial_s=0.4, rto_min_s=0.03)
+    for number in (1, 2):
+        bench.ask(0.0, number, resident=True)
+        bench.come(0.001, number, wire.FLAG_RESIDENT)
+    bench.ask(0.001, 3, resident=True)
+    bench.ask(0.001, 4, 5)
+    bench.come(0.02, 4, wire.FLAG_SHARED)
+    bench.core._asker.heard_at[HOME] = 99.0  # it sends on and on
+    rto_s = bench.core.rto_s(HOME)
+    assert rto_s > 0.05
+    sent = [(when, read.key[-1], read.flags) for when, _, read in bench.run_timers(1.0)]
+    assert sent == [
+        (pytest.approx(0.001 + 0.03), 3, wire.FLAG_RETRY),
+        (pytest.approx(0.031 + 2 * 0.03), 3, wire.FLAG_RETRY),
+    ]
+    ((when, _, read),) = bench.run_timers(1.6)
+    assert read.key[-1] == 3
+    # Its turn at the home may not have come; but it is not for others, whom that would harm.
+    assert when == pytest.approx(0.091 + 6 * 4 * rto_s)
+
+
+def test_what_a_switchs_answers_lose_says_nothing_about_the_home() -> None:
+    bench = Mixed(window_initial=8)
+    home = bench.core._asker.home(HOME)
+    switch = bench.core._asker.switch
+    bench.ask(0.0, *range(1, 9), resident=True)
+    bench.come(0.001, 1, wire.FLAG_RESIDENT)
+    sizes = switch.window.size, home.window.size
+    assert sizes == (9.0, 9.0)
+    bench.run_timers(0.15)
+    assert bench.core.counters.timeouts == 7
+    assert (switch.window.size, home.window.size) == (4.5, 9.0)
+    assert switch.rtt.srtt_s == pytest.approx(0.001)
+    assert home.rtt.srtt_s is None
+
+
 # --- where one wait leads to another ----------------------------------------------------------
 
 
