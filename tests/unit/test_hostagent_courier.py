@@ -50,6 +50,7 @@ from kvcast.protocol.courier import (
     LANDINGS,
     MAX_ASKED_A_CLIENT,
     MOST_REPAIRS,
+    NOBODY,
     REASONS,
     RECORDS,
     AskedState,
@@ -1486,6 +1487,14 @@ def test_what_a_switch_holds_neither_leads_nor_follows_in_a_batch(many: Stand) -
     many.end()
 
 
+def test_blocks_that_nobody_is_asked_for_keep_no_others_from_the_courier(many: Stand) -> None:
+    many.courier._homes[bucket_of(key_of(2))] = NOBODY
+    many.ask_many(0, SMALL)
+    assert [decode(read).key for read in many.reads] == [key_of(1)]
+    assert reasons(many) == {"no_home": 2}
+    many.end()
+
+
 @pytest.mark.parametrize("held", [SMALL[:-1], SMALL[1:], (), SMALL[1:-1]])
 def test_without_a_conveyor_the_agent_reads_all_of_a_batch_that_no_switch_holds_all_of(
     stand: Stand, held: tuple[int, ...]
@@ -1529,12 +1538,16 @@ def test_no_more_of_many_are_read_from_a_switch_than_there_is_credit_for(
 def test_of_what_a_switch_holds_fewer_are_read_at_once_after_a_silence(
     stand: Stand, held: bool
 ) -> None:
-    window = stand.core.requester._asker.switch.window
-    stand.hold([1, 2] if held else [])
-    stand.ask(0, 1)
-    stand.bring(1, flags=FLAG_RESIDENT if held else 0)
-    before = window.size
+    switch = stand.core.requester._asker.switch
+    window = switch.window
+    initial = window.size
+    stand.hold([2, 3] if held else [])
     stand.ask(0, 2)
+    stand.bring(2, flags=FLAG_RESIDENT if held else 0)
+    before = window.size
+    assert before == (initial + 1 if held else initial)
+    assert (switch.rtt.srtt_s is not None) == held
+    stand.ask(0, 3)
     stand.pass_time(0.4)
     assert reasons(stand)["silence"] == 1
     assert window.size == (before / 2 if held else before)

@@ -1230,6 +1230,20 @@ def test_what_a_switch_holds_has_a_window_of_its_own_and_nothing_else_waits_for_
     assert bench.core._asker.switch.in_window == 0
 
 
+def test_what_a_switch_holds_goes_on_at_another_home() -> None:
+    bench = Mixed()
+    bench.fetch(homes=(HOME, REPLICA), resident=True, expect_size=len(BYTES))
+    assert bench.targets() == [HOME] * 3
+    bench.data(0.001, 1, [0], flags=wire.FLAG_RESIDENT)
+    bench.core.forget(0.002, {HOME})
+    assert bench.targets() == [REPLICA] * 3
+    assert bench.core._asker.switch.in_window == 3
+    for segment in range(3):
+        bench.whole(0.003, segment, source=REPLICA, flags=wire.FLAG_RESIDENT)
+    assert len(bench.events()) == 1
+    assert bench.core._asker.switch.in_window == 0
+
+
 def test_what_comes_from_a_switch_leaves_nothing_behind_that_its_home_was_asked_for() -> None:
     bench = Mixed()
     bench.ask(0.0, 1, 2)
