@@ -17,9 +17,9 @@ the latest.
 A fetch asks one home at a time. Its life, from top to bottom as far as it must go:
 
 1. (`expect` only) wait for the DATA that somebody else of the reader group asks for;
-2. READ full segments, as many at once as the home's window and the agent's credit allow; the
-   first DATA decides which copy the fetch takes (digest and size); from then on chunks of other
-   copies are dropped;
+2. READ full segments, as many at once as the home's window and the agent's credit allow, and
+   where a switch holds the block, the window of such answers; the first DATA decides which copy
+   the fetch takes (digest and size); from then on chunks of other copies are dropped;
 3. a gap at the LAST chunk, or silence, is answered by a READ of the missing chunks (PARTIAL), or of
    the full segment again (RETRY) where nothing of it came;
 4. a home that stays silent, or has not got the block, is left for the next one; if the chosen copy
