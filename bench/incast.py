@@ -156,6 +156,8 @@ class IncastOptions:
             raise PoolError("the resident question is asked in one round")
         if not 0 <= self.resident_part <= 1:
             raise PoolError("a part of the blocks is 0 to 1")
+        if self.resident_part < 1 and not self.resident:
+            raise PoolError("a part of the blocks is in the switch in the resident question only")
         if self.queue < 0:
             raise PoolError("a queue is not shorter than nothing")
         if self.queue and self.switch != "switchsim":

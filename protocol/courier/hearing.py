@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Final
 
 from kvcast.native.subset import U32, U64, native, size_of, u64_at
-from kvcast.protocol.conveyor import NODES
 from kvcast.protocol.courier.endings import answered_one, begin_answer, begin_batch, begin_record
 from kvcast.protocol.courier.in_flight import (
     asked_for,
@@ -27,7 +26,6 @@ from kvcast.protocol.courier.permissions import (
     objection_to_many,
     reads_out,
     room_for,
-    taker_for,
 )
 from kvcast.protocol.courier.requests import next_read, send_read
 from kvcast.protocol.courier.states import AskedState, become
@@ -36,7 +34,6 @@ from kvcast.protocol.courier.structures import (
     FULL,
     HERE,
     MAX_ASKED,
-    NO_CONVEYOR,
     NO_HOME,
     NO_OBJECTION,
     NOBODY,
@@ -158,12 +155,8 @@ def _hear_many(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64)
                 why = 0 + HERE
             elif may_be_below(courier, q):
                 why = 0 + BELOW
-            elif resident:
-                if reads >= courier.reads_at_once:
-                    why = 0 + FULL
-            elif taker_for(courier, home) == NODES:
-                courier.wished = home + 1
-                why = 0 + NO_CONVEYOR
+            elif resident and reads >= courier.reads_at_once:
+                why = 0 + FULL
         if why != NO_OBJECTION:
             courier.counters[why] += 1
             answered_one(courier, number)

@@ -289,12 +289,17 @@ class Asker:
         lost or waited for: one stream serves all, so more readers mean no more load, and a reader
         whose window were smaller would ask for what the others have had already. So it is while a
         fetch that gathers has just begun: what is asked for then, homes gather for longest. Who
-        only happens to share keeps the window that keeps queues short.
+        only happens to share keeps the window that keeps queues short, and so does who reads what a
+        switch holds, of which each reader gets a stream of its own.
         """
         shares = now < self._in_step_until or now < self._company_until
         if shares and home is not self.switch:
             return self.config.window_shared
         return int(home.window.size)
+
+    def _is_resident(self, segment: Segment) -> bool:
+        """Whether a switch holds its block, or is to."""
+        return self._fetches[segment.fetch_id].resident
 
     def _free_slots(self, now: float, home: Home) -> int:
         """How many segments may be asked of `home` that come by RDMA. Neither its window nor the
@@ -432,7 +437,7 @@ class Asker:
     def land(self, now: float, segment: Segment, event: SegmentEvent) -> None:
         """Let a segment be complete, leave its home or be dropped: it is in flight no more."""
         segment.happen(now, event)
-        self.switch.in_window -= self._fetches[segment.fetch_id].resident
+        self.switch.in_window -= self._is_resident(segment)
         if segment.in_window:
             home = self.homes[segment.home]
             self._leave_window(segment, home)
@@ -557,7 +562,7 @@ class Asker:
             return
         late = []
         # What a switch holds comes at once, and says nothing of what its home was asked for.
-        if now < self._shared_until and not self._fetches[segment.fetch_id].resident:
+        if now < self._shared_until and not self._is_resident(segment):
             late = list(itertools.takewhile(lambda other: other is not segment, awaited))
         for other in late:
             del awaited[other]
@@ -904,7 +909,7 @@ class Asker:
         if segment.in_window:
             home.awaited[segment] = None
         segment.base_at = now
-        resident = self._fetches[segment.fetch_id].resident
+        resident = self._is_resident(segment)
         # A switch answers at once, or not at all; else it may be that the home's turn comes.
         at_once = resident and segment.silences < _PATIENT_SILENCES
         rto_s = self.switch.rtt.rto_s if at_once else home.rtt.rto_s
@@ -927,17 +932,14 @@ class Asker:
         """A READ was not answered, or not with DATA, or the end of an answer is lost."""
         segment.tries += 1
         assembly = fetch.assembly
-        if assembly is not None:
-            self._lost(now, segment, assembly.missing[segment.index].bit_count())
-        else:
-            self._lost(now, segment, CHUNKS_PER_SEGMENT)
+        missing = FULL_SEGMENT if assembly is None else assembly.missing[segment.index]
+        self._lost(now, segment, missing.bit_count())
 
     def _lost(self, now: float, segment: Segment, chunks: int) -> None:
         """A few lost chunks are bad luck; a queue that overflows takes many. Only then the window
         shrinks: readers that share answers should keep step, and each of them loses others."""
         if chunks > _CONGESTION_CHUNKS:
-            resident = self._fetches[segment.fetch_id].resident
-            home = self.switch if resident else self.homes[segment.home]
+            home = self.switch if self._is_resident(segment) else self.homes[segment.home]
             home.window.lost(now, segment.sent_at)
 
     # --- what must hold -----------------------------------------------------------------------
@@ -947,7 +949,7 @@ class Asker:
         flying = [s for f in self._fetches.values() for s in f.segments if s.in_flight]
         in_window = [s for s in flying if s.in_window]
         assert self.in_window == len(in_window), f"{self.in_window} for {in_window}"
-        resident = [s for s in flying if self._fetches[s.fetch_id].resident]
+        resident = [s for s in flying if self._is_resident(s)]
         landing_only = [s for s in flying if not s.in_window and s.place is not None]
         assert self.landing_only == len(landing_only), f"{self.landing_only} for {landing_only}"
         beside = len(flying) - len(in_window) - len(landing_only)

@@ -138,6 +138,7 @@ def test_the_switch_is_told_how_long_its_queues_are(queue: int, flags: tuple[str
         ({"rounds": 0}, "round"),
         ({"rounds": 2, "resident": True}, "one round"),
         ({"resident_part": 1.1, "resident": True}, "0 to 1"),
+        ({"resident_part": 0.5}, "resident question only"),
         ({"queue": -1}, "queue"),
         ({"queue": 9, "switch": "bmv2"}, "queues"),
     ],

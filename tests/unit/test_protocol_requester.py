@@ -10,6 +10,7 @@ import random
 from typing import Any
 
 import pytest
+from data_frames import data_frame
 from kvcast.protocol.messages import wire
 from kvcast.protocol.messages.wire import BlockId, Frame, Offer, digest_of, encode_offer
 from kvcast.protocol.requester import (
@@ -1200,16 +1201,8 @@ class Mixed(Bench):
         fetch = self.core._by_block[(BLOCK.namespace, number.to_bytes(16, "big"))]
         tag = fetch.segments[0].tag & 0xFFFFFFFF
         for chunk in range(64):
-            frame = Frame(
-                wire.OP_DATA,
-                *fetch.block,
-                flags=flags | (wire.FLAG_LAST if chunk == 63 else 0),
-                digest=digest_of(content),
-                size=SEGMENT,
-                chunk=chunk,
-                tag=tag,
-                payload=content[chunk * 1024 :][:1024],
-            )
+            end = wire.FLAG_LAST if chunk == 63 else 0
+            frame = data_frame(fetch.block, content, 0, chunk, flags=flags | end, tag=tag)
             self.core.receive(now, HOME, frame)
 
 
