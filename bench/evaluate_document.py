@@ -786,8 +786,9 @@ def _memory(report: Numbers) -> str:
             "of each read and fills in no time, which no switch does.",
             "- *Best as a switch fills* is the best of the others, told of each read at once. What "
             "it lets in is filled by the next read.",
-            "- *Best told as late* is the same, told when our controller is. Neither is a bound: "
-            "*value* has other rules, and its ratio is above 1 where it does better.",
+            "- *Best told as late* is the same, told when our controller is; its slots rest as "
+            "long before another block has them. Neither is a bound: *value* has other rules, and "
+            "its ratio is above 1 where it does better.",
             "- The *reachable optimum* knows the future, but lets in only what a home or the "
             "switch has told of by then, as late as they do, and fills as a switch does."
             + (

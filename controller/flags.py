@@ -277,7 +277,8 @@ class AdmissionFlags:
         unit="reads",
     )
     displace_reads: float = option(
-        "reads of a block expected over the horizon below which it does not displace others",
+        "reads of a block expected over the horizon below which it does not displace others (half "
+        "as many, where blocks that are read twice are usually read on)",
         default=ValueOptions.displace_reads,
         parse=number(0, 1e18),
         unit="reads",

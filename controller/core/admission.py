@@ -34,7 +34,8 @@ One of two *rules* holds; `ghosts` finds out which.
 By default one read is enough for free slots, since these cost nothing. When a few nodes read a
 block once each, the first read lets it in and the second fills it, so the third can be served. To
 displace others takes six reads in short order: what it costs is a fill, and time in which the slots
-answer nobody.
+answer nobody. Three are enough (half of `displace_reads`) where that pays: where blocks that were
+read twice are read `EAGER_FROM` times more, on average, by what `reuse` has learned.
 
 *Quotas*: a namespace may have a `Room` of its own, in slots. If it is full, a contender displaces
 blocks of its own namespace, by the same rules. It displaces others only for the slots that it still
@@ -59,7 +60,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from kvcast.controller.core.ghosts import Rule, Standing
-from kvcast.controller.core.reuse import Floats, Reuse, times_of
+from kvcast.controller.core.reuse import COUNTS, Floats, Reuse, times_of
 from kvcast.protocol.messages.control import HotBlock
 from kvcast.protocol.messages.wire import (
     CELLS,
@@ -82,6 +83,9 @@ BEST_WITH_QUOTA = 16
 DEAD_MARGIN = 2.0
 """A block displaces a resident if its chance of being read twice more is so many times the
 resident's chance of being read once more."""
+EAGER_FROM = 2.5
+"""Reads that a block must have on average, after its second, for half of `displace_reads` to be
+enough. (Independent chats have 1.7, tensor-parallel engines 0.5, long shared prompts 4 to 7.)"""
 REUSE_BLOCKS = 2048
 """From how many of the blocks whose heat is remembered `reuse` learns."""
 REUSE_PERIOD_S = 0.5
@@ -101,7 +105,8 @@ class ValueOptions:
     - `horizon_s`: how far ahead reads are expected. It is for `half_life_s`, and shrinks with the
       half-life.
     - `min_reads`, `displace_reads`: READs of each of the block's segments that must be expected
-      within the horizon to be given free slots, or the slots of others.
+      within the horizon to be given free slots, or the slots of others; of the latter, half may do
+      (see the module's text).
     - `margin`: by what factor a block must be worth more than its victims.
     - `keep_value`: in bytes saved a cell. Of an evicted block that is worth as much, the controller
       makes sure that it lives in DRAM.
@@ -116,12 +121,6 @@ class ValueOptions:
     margin: float = 1.25
     keep_value: float = 1024.0
     min_stay_s: float = 1.0
-
-    def under(self, rule: Rule) -> ValueOptions:
-        """The options in force under a rule."""
-        if rule is not Rule.RECENT:
-            return self
-        return replace(self, min_reads=0.0, displace_reads=0.0, margin=1.0, min_stay_s=0.0)
 
 
 @dataclass(frozen=True)
@@ -224,10 +223,10 @@ class HeatMap:
         self._read_at = array("d")
         self._heard_at = array("d")
         """When a home or the switch last reported answered reads of the block."""
-        self._again = array("b")
-        """1 if more than one answered read was reported, 0 if one, -1 if none."""
+        self._times_read = array("b")
+        """Answered reads of the whole block that were reported; COUNTS if more."""
         self._reuse = Reuse()
-        self._chances = np.zeros((2, 0))
+        self._chances = np.zeros((COUNTS, 0))
         self._chances_at = -inf
         self._fan_out = array("d")
         self._depth = array("q")
@@ -279,8 +278,8 @@ class HeatMap:
         ]
         np.frombuffer(self._size_bytes, np.int64)[rows] = sizes
         np.frombuffer(self._segments, np.int64)[rows] = [_segments_of(size) for size in sizes]
-        again, told = np.frombuffer(self._again, np.int8), rows < REUSE_BLOCKS
-        again[rows[~told]] = np.minimum(again[rows[~told]] + 1, 1)
+        times, told = np.frombuffer(self._times_read, np.int8), rows < REUSE_BLOCKS
+        times[rows[~told]] = np.minimum(times[rows[~told]] + 1, COUNTS)
         for place in np.flatnonzero(told).tolist():
             self._answered(int(rows[place]), heard[place].reads, now)
 
@@ -292,20 +291,20 @@ class HeatMap:
         self._read_at[row] = now
         if row < REUSE_BLOCKS:
             self._answered(row, reads, now)
-        elif self._again[row] < 1:
-            self._again[row] += 1
+        elif self._times_read[row] < COUNTS:
+            self._times_read[row] += 1
 
     def _answered(self, row: int, reads: float, now: float) -> None:
         """Note that the row's block was read again, for `reuse`."""
-        again = self._again[row]
-        count = max(1, round(reads / self._segments[row]))
-        if again >= 0:
-            self._reuse.read_again(again, now - self._heard_at[row])
-        elif count > 1:
-            self._reuse.read_again(0, 0.0)
-        if count > 1 and (further := count - (1 if again >= 0 else 2)):
-            self._reuse.read_again(1, 0.0, further)
-        self._again[row] = 1 if count > 1 or again >= 0 else 0
+        before = self._times_read[row]
+        times = before + max(1, round(reads / self._segments[row]))
+        if before:
+            self._reuse.read_again(before - 1, now - self._heard_at[row])
+        for so_far in range(before + 1, min(times, COUNTS)):
+            self._reuse.read_again(so_far - 1, 0.0)
+        if (further := times - max(before + 1, COUNTS)) > 0:
+            self._reuse.read_again(COUNTS - 1, 0.0, further)
+        self._times_read[row] = min(times, COUNTS)
         self._heard_at[row] = now
 
     def segments(self, block: BlockId) -> int:
@@ -314,13 +313,22 @@ class HeatMap:
 
     def standings(self, block: BlockId, now: float) -> dict[Rule, Standing]:
         """How each rule ranks a block that was just read (`seen_by_home`, `served`)."""
-        row, options = self._rows[block], self._options
+        row, options = self._rows[block], self.options_under(Rule.VALUE)
         count = max(self._switch_reads[row], self._home_reads[row])
         rank = math.log2(count / self._segments[row]) if count > 0 else -inf
         rank += self._age(now)
         enough = count / self._segments[row] * self._reads_a_count >= options.displace_reads
         displaces = rank - math.log2(options.margin) if enough else -inf
         return {Rule.VALUE: Standing(rank, displaces), Rule.RECENT: Standing(now, now)}
+
+    def options_under(self, rule: Rule) -> ValueOptions:
+        """The options in force under a rule, as things are."""
+        options = self._options
+        if rule is Rule.RECENT:
+            return replace(options, min_reads=0.0, displace_reads=0.0, margin=1.0, min_stay_s=0.0)
+        if self._reuse.reads_after_second() < EAGER_FROM:
+            return options
+        return replace(options, displace_reads=options.displace_reads / 2)
 
     def described(self, block: BlockId, size_bytes: int, now: float) -> None:
         """Note the block's true size."""
@@ -396,7 +404,7 @@ class HeatMap:
                 column.extend([0.0] * lacking)
             for time in (self._read_at, self._heard_at):
                 time.extend([-inf] * lacking)
-            self._again.extend([-1] * lacking)
+            self._times_read.extend([0] * lacking)
             for number in (self._depth, self._segments, self._size_bytes, self._namespace):
                 number.extend([0] * lacking)
         aged = self._age(now)
@@ -424,7 +432,7 @@ class HeatMap:
         for reads in (self._switch_reads, self._home_reads):
             np.frombuffer(reads)[rows] = 0.0
         np.frombuffer(self._read_at)[rows] = -inf
-        np.frombuffer(self._again, np.int8)[rows] = -1
+        np.frombuffer(self._times_read, np.int8)[rows] = 0
         for number in (self._depth, self._size_bytes):
             np.frombuffer(number, np.int64)[rows] = 0
 
@@ -476,15 +484,15 @@ class HeatMap:
         if not known:
             return found
         if now - self._chances_at >= REUSE_PERIOD_S:
-            again = np.frombuffer(self._again, np.int8)[:REUSE_BLOCKS]
-            told = np.flatnonzero(again >= 0)
+            times = np.frombuffer(self._times_read, np.int8)[:REUSE_BLOCKS].astype(np.intp)
+            told = np.flatnonzero(times)
             waiting_s = now - np.frombuffer(self._heard_at)[told]
-            self._chances = self._reuse.chances(again[told].astype(np.intp), waiting_s)
+            self._chances = self._reuse.chances(times[told] - 1, waiting_s)
             self._chances_at = now
         rows = np.array([self._rows[block] for block in known], np.intp)
-        classes = np.maximum(np.frombuffer(self._again, np.int8)[rows], 0).astype(np.intp)
+        classes = np.maximum(np.frombuffer(self._times_read, np.int8)[rows], 1).astype(np.intp) - 1
         once = self._chances[classes, times_of(now - np.frombuffer(self._read_at)[rows])]
-        twice = once * self._chances[1, 0]
+        twice = once * self._chances[np.minimum(classes + 1, COUNTS - 1), 0]
         found.update(zip(known, zip(once.tolist(), twice.tolist(), strict=True), strict=True))
         return found
 

@@ -7,9 +7,11 @@ Nobody says when a block has had its last read, and a block that lies in the swi
 read takes room for nothing. So the chance of another read is learned from all blocks (Kaplan and
 Meier, "Nonparametric Estimation from Incomplete Observations", 1958). For each power of two there
 is a share: of the blocks that were unread for so long, how many were read before twice as long had
-passed? A block that still waits counts for as long as it has waited. Blocks that were read once are
-counted apart from those that were read again, since most blocks have one reader. (Processors'
-caches call this dead-block prediction; Lai, Fide, Falsafi, ISCA 2001.)
+passed? A block that still waits counts for as long as it has waited. (Processors' caches call this
+dead-block prediction; Lai, Fide, Falsafi, ISCA 2001.)
+
+Blocks are told apart by how often they were read. A node that has read a block from its home has it
+from then on: most blocks have one reader, and one that every node has read is not asked for again.
 
 What few blocks have shown is not believed: a share begins at that of the time before, which weighs
 as much as `PRIOR_BLOCKS`. So in the beginning nothing seems dead.
@@ -26,6 +28,8 @@ SHORTEST_S = 0.25
 """Times below are one, [0, 0.25); those above are [0.25, 0.5), [0.5, 1) and so on."""
 TIMES = 24
 """The last one is all above half a million seconds."""
+COUNTS = 16
+"""Numbers of reads that are told apart: 1, 2 and so on; the last is all from there."""
 PRIOR_SHARE = 0.5
 PRIOR_BLOCKS = 16.0
 MAX_ENDED = 8192
@@ -36,10 +40,10 @@ Classes = npt.NDArray[np.intp]
 
 
 class Reuse:
-    """See the module's text. Classes: 0 = read once, 1 = read more often."""
+    """See the module's text. Classes: how often a block was read, less 1; of COUNTS."""
 
     def __init__(self) -> None:
-        self._ended = [[0.0] * TIMES, [0.0] * TIMES]
+        self._ended = [[0.0] * TIMES for _ in range(COUNTS)]
         self._count = 0.0
 
     def read_again(self, class_: int, after_s: float, times: int = 1) -> None:
@@ -53,9 +57,15 @@ class Reuse:
             self._ended = [[count / 2 for count in row] for row in self._ended]
             self._count /= 2
 
+    def reads_after_second(self) -> float:
+        """How many more reads a block has, on average, that was read twice; as far as seen."""
+        twice = sum(self._ended[0])
+        return (self._count - twice) / (twice + PRIOR_BLOCKS)
+
     def chances(self, classes: Classes, waiting_s: Floats) -> Floats:
-        """That a block is read again: by class and by time since its last read, shape (2, TIMES).
-        `classes` and `waiting_s`, shape (blocks,) each, are those of blocks that wait now."""
+        """That a block is read again: by class and by time since its last read, shape
+        (COUNTS, TIMES). `classes` and `waiting_s`, shape (blocks,) each, are those of blocks that
+        wait now."""
         ended = np.array(self._ended)
         waiting = np.zeros_like(ended)
         np.add.at(waiting, (classes, times_of(waiting_s)), 1.0)

@@ -511,7 +511,7 @@ class Tiers:
             free=self.residency.free,
             coming_free=self.residency.coming_free,
             heat=self.heat,
-            options=self.options.under(self.heat.rule),
+            options=self.heat.options_under(self.heat.rule),
             now=now,
             rooms=self._rooms(),
         )

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 from kvcast.controller.core.admission import ValueOptions
+from kvcast.controller.core.pool import PoolOptions
 from kvcast.controller.core.requests import Outgoing
 from kvcast.controller.core.residency import Residency
 from kvcast.controller.core.tiers import AdmitMode, HeatSample, Tiers
@@ -112,6 +113,8 @@ class ControlLoop:
     """From then until the controller has it: it comes in a list that waits for others."""
     write_s: float = 0.01
     """From a decision until the switch holds the entries: questions to a home, and writes."""
+    drain_s: float = PoolOptions.drain_s
+    """How long an evicted block's slots rest before another one has them."""
 
     def reported_at(self, now: float, block: int) -> float:
         """When the home of a block that is read now reports it."""
@@ -149,7 +152,7 @@ class _Switch:
         self._loop, self._slots = loop, slots
         self._tiers = Tiers(
             AdmitMode.AUTO,
-            Residency(slots, first_generation=1, drain_s=0.2),
+            Residency(slots, first_generation=1, drain_s=loop.drain_s),
             options,
             lambda _block: (_HOME,),
             refresh_s=1e9,
@@ -429,9 +432,9 @@ def as_a_switch_fills(stream: Stream, hits: Hits) -> Hits:
 
 def told_as_late(name: str) -> Callable[[Stream, int, ControlLoop], Hits]:
     """A policy of libCacheSim as the switch's: (stream, bytes, loop) to hits. It hears of reads as
-    late as our controller, by homes' reports, digests of heat and counters of hits; a block that it
-    has let in is filled by the next read. Slots take no time to drain, nor entries to be written,
-    which favours it."""
+    late as our controller, by homes' reports, digests of heat and counters of hits; entries take as
+    long to be written, and slots to drain; a block that it has let in is filled by the next read
+    from then on."""
 
     def run(stream: Stream, capacity_bytes: int, loop: ControlLoop) -> Hits:
         import libcachesim
@@ -447,6 +450,7 @@ def told_as_late(name: str) -> Callable[[Stream, int, ControlLoop], Hits]:
         """By when and what they are told by: blocks, once for each read."""
         due: list[tuple[float, str]] = []
         filled: set[int] = set()
+        fills_from: dict[int, float] = {}
 
         def about(block: int) -> Any:
             request.obj_id, request.obj_size = block + 1, sizes[block]
@@ -467,14 +471,17 @@ def told_as_late(name: str) -> Callable[[Stream, int, ControlLoop], Hits]:
                     if what == "digest" and cache.find(about(one), False) is not None:
                         continue  # its home reports the same reads
                     request.clock_time = int(at)
+                    grown = cache.get_occupied_byte() + sizes[one]
                     if not cache.get(about(one)):
                         filled.discard(one)
+                        rests_s = loop.drain_s if cache.get_occupied_byte() < grown else 0.0
+                        fills_from[one] = at + rests_s + loop.write_s
             held = cache.find(about(block), False) is not None
             if held and block in filled:
                 hits[index] = True
                 tell(block, now - now % loop.tick_s + loop.tick_s, "hits")
                 continue
-            if held:
+            if held and now >= fills_from[block]:
                 filled.add(block)
             tell(block, loop.reported_at(now, block), f"report of {block % loop.homes}")
             if heat.read(now, block, together):
@@ -489,11 +496,12 @@ def compared(stream: Stream, slots: int) -> dict[str, int]:
 
     *As a switch fills*: the best of the others, if what they let in were filled by the next read
     that passes, as in the switch; *told as late*: the same, if they hear of reads when our
-    controller does. Neither is a bound: ours is another rule, and can have more. *Filled by order*:
-    their hits, less what it takes if each block is sent once more when it is let in, so that the
-    second read is answered already. *After the fill*: of the reads alone that a controller beside
-    the switch can have answered; *reachable*: the same, if it hears of blocks no sooner than in a
-    pool. Both take a slot to be free for another block at once, which it is after a drain's 0.2 s.
+    controller does, and slots rest as long. Neither is a bound: ours is another rule, and can have
+    more. *Filled by order*: their hits, less what it takes if each block is sent once more when it
+    is let in, so that the second read is answered already. *After the fill*: of the reads alone
+    that a controller beside the switch can have answered; *reachable*: the same, if it hears of
+    blocks no sooner than in a pool. Both take a slot to be free for another block at once, which it
+    is after a drain's 0.2 s.
     """
     capacity = slots * SEGMENT_BYTES
     size = stream.bytes

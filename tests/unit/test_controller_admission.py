@@ -26,6 +26,7 @@ from kvcast.controller.core.admission import (
 )
 from kvcast.controller.core.ghosts import Rule
 from kvcast.controller.core.residency import MAX_GENERATION, NoSlotsError, Residency
+from kvcast.controller.core.reuse import COUNTS
 from kvcast.protocol.messages.control import HotBlock
 from kvcast.protocol.messages.wire import MAX_BLOCK_BYTES, SEGMENT_BYTES, BlockId
 
@@ -339,20 +340,17 @@ def test_no_home_reports_a_block_that_is_larger_than_any() -> None:
     assert larger.value(block(1), 0.0) == largest.value(block(1), 0.0)
 
 
-def test_whether_a_block_was_read_again_is_known_also_of_those_of_which_nothing_is_learned() -> (
-    None
-):
+def test_how_often_a_block_was_read_is_known_also_of_those_of_which_nothing_is_learned() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(admission, "REUSE_BLOCKS", 1)
         heat = HeatMap(OPTIONS)
-        for now in range(20):  # whatever is read again, is read once more
-            home_reports(heat, block(0), reads=1, now=float(now))
-        for number, times in ((1, 1), (2, 2), (3, 5)):
+        for now in range(20):
+            home_reports(heat, block(0), reads=1, now=2.0**now)
+        for number, times in enumerate((1, 2, 2, COUNTS, COUNTS + 3), 1):
             for _ in range(times):
-                home_reports(heat, block(number), reads=1, now=20.0)
-        chances = heat.chances([block(1), block(2), block(3)], 21.0)
-    assert chances[block(1)] != chances[block(2)]
-    assert chances[block(2)] == chances[block(3)]
+                home_reports(heat, block(number), reads=1, now=2e6)
+        chances = list(heat.chances([block(number) for number in range(1, 6)], 2e6 + 1).values())
+    assert chances[0] != chances[1] == chances[2] != chances[3] == chances[4]
 
 
 def test_the_memory_of_heat_is_bounded_and_forgets_the_cold() -> None:

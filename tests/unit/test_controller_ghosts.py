@@ -197,7 +197,7 @@ def test_under_recent_the_block_not_read_for_longest_makes_room_and_no_later_one
             free=0,
             coming_free=0,
             heat=heat,
-            options=ValueOptions().under(heat.rule),
+            options=heat.options_under(heat.rule),
             now=10.0,
         )
         return [name for name, _ in choice.evict]

@@ -6,6 +6,9 @@ is known who comes back. Cannot see: whether a pool's blocks go on as they did.
 
 from __future__ import annotations
 
+import math
+import random
+
 import numpy as np
 import pytest
 from home_reports import home_reports
@@ -13,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.controller.core import admission, reuse
 from kvcast.controller.core.admission import Contender, HeatMap, Holder, ValueOptions, choose
-from kvcast.controller.core.reuse import TIMES, Reuse
+from kvcast.controller.core.ghosts import Rule
+from kvcast.controller.core.reuse import COUNTS, TIMES, Reuse
 from kvcast.protocol.messages.wire import SEGMENT_BYTES, BlockId
 
 EDGES_S = [0.0, *(reuse.SHORTEST_S * 2.0**place for place in range(TIMES - 1))]
@@ -47,9 +51,9 @@ def plain(ended: Blocks, waiting: Blocks) -> list[list[float]]:
             found.append(share)
         return found
 
-    all_ = shares((0, 1), [])
+    all_ = shares(tuple(range(COUNTS)), [])
     chances = []
-    for class_ in (0, 1):
+    for class_ in range(COUNTS):
         never, row = 1.0, []
         for share in reversed(shares((class_,), all_)):
             never *= 1 - share
@@ -58,7 +62,7 @@ def plain(ended: Blocks, waiting: Blocks) -> list[list[float]]:
     return chances
 
 
-many = st.lists(st.tuples(st.integers(0, 1), st.floats(0.0, 1e7)), max_size=30)
+many = st.lists(st.tuples(st.integers(0, COUNTS - 1), st.floats(0.0, 1e7)), max_size=30)
 
 
 @settings(max_examples=100, deadline=None)
@@ -124,6 +128,79 @@ def test_a_block_read_once_displaces_one_that_is_hardly_read_again() -> None:
     assert looks.expected_reads < ValueOptions().displace_reads, "its count alone is not enough"
     assert displaced(heat, 1000, [299, 150, 298], 300.0) == [150]
     assert displaced(heat, 1000, [299, 298], 300.0) == [], "those are in the middle of their life"
+
+
+def read_by_all(blocks: int, nodes: int) -> HeatMap:
+    """Blocks that come one in ten seconds; each node reads each once, one a second, as it likes."""
+    rng, heat = random.Random(1), HeatMap(ValueOptions(), slots=8)
+    reads = sorted(
+        (10.0 * number + order, number)
+        for number in range(blocks)
+        for order in rng.sample(range(10 * nodes), nodes)
+    )
+    for now, number in reads:
+        read(heat, number, now)
+    return heat
+
+
+def test_a_block_that_every_node_has_read_is_dead_however_hot_it_was() -> None:
+    nodes = 6
+    heat = read_by_all(400, nodes)
+    now = 5000.0
+    for order in range(nodes):
+        read(heat, 1001, now - 0.5 * (nodes - order))
+    read(heat, 1002, now - 5.0)
+    read(heat, 1003, now)
+    chances = heat.chances([block(1001), block(1002)], now)
+    assert chances[block(1001)][0] < 0.2, "all nodes have it"
+    assert chances[block(1002)][0] > 0.8, "one node has it"
+    assert heat.value(block(1001), now) > heat.value(block(1002), now)
+    assert displaced(heat, 1003, [1001, 1002], now) == [1001]
+
+
+@pytest.mark.parametrize("count", [1, 2, 40])
+def test_reads_told_of_together_are_so_many_reads_in_no_time(count: int) -> None:
+    together, alone = HeatMap(ValueOptions(), slots=8), HeatMap(ValueOptions(), slots=8)
+    for before in (0, 1, 15, 16, 17):
+        for heat in (together, alone):
+            for now in range(before):
+                read(heat, before, float(now))
+        read(together, before, 20.0, count)
+        for _ in range(count):
+            read(alone, before, 20.0)
+    assert together._reuse._ended == alone._reuse._ended
+    assert together._reuse._count == alone._reuse._count
+    assert together._times_read == alone._times_read
+
+
+def displaces_from(heat: HeatMap, most: int) -> int | None:
+    """How many reads at once a block needs to stand above others."""
+    for reads in range(1, most):
+        read(heat, 5000 + reads, 1e6, reads)
+        if heat.standings(block(5000 + reads), 1e6)[Rule.VALUE].displaces > -math.inf:
+            return reads
+    return None
+
+
+@pytest.mark.parametrize(("times", "enough"), [(1, 4), (2, 4), (4, 4), (6, 2), (12, 2)])
+def test_fewer_reads_displace_where_what_is_read_twice_is_read_on(times: int, enough: int) -> None:
+    heat = HeatMap(ValueOptions(displace_reads=3.9), slots=8)
+    for number in range(300):
+        read(heat, number, 100.0 * number, times)
+    expected = 0.0 if times < 2 else (times - 2) * 300 / (300 + reuse.PRIOR_BLOCKS)
+    assert heat._reuse.reads_after_second() == pytest.approx(expected)
+    assert displaces_from(heat, 8) == enough
+
+
+def test_nothing_is_eager_before_enough_blocks_have_shown_it() -> None:
+    heat = HeatMap(ValueOptions(), slots=8)
+    assert heat.options_under(Rule.VALUE) == ValueOptions()
+    read(heat, 1, 0.0, 20)
+    assert heat.options_under(Rule.VALUE) == ValueOptions(), "one block shows little"
+    for number in range(2, 30):
+        read(heat, number, 0.0, 20)
+    assert heat.options_under(Rule.VALUE) == ValueOptions(displace_reads=2.0)
+    assert heat.options_under(Rule.RECENT).displace_reads == 0.0
 
 
 def test_a_block_read_once_displaces_nobody_before_that_is_learned_or_where_all_come_back() -> None:

@@ -158,10 +158,15 @@ def test_another_policy_hears_of_reads_when_the_controller_does() -> None:
     assert hits.tolist() == [False] * 4 + [True] * 4
     deaf = residency.ControlLoop(heat_threshold=1000)  # the home reports at 1 s
     assert lru(reads, SEGMENT_BYTES, deaf).tolist() == [False] * 5 + [True] * 3
-    # Block 1 has the room from 2.0625 s on; block 0 has it again from 4 s on, and 4.2 s fills it.
+    # Block 1 is let in at 2.0625 s; the slot rests for 0.2 s, so the read at 2.4 s fills it. Block
+    # 0 is let in again at 4 s, its entry is written at 4.21 s, and the read at 4.5 s fills it.
     both = stream([0] * 5 + [1] * 7 + [0] * 8, step_s=0.3)
     told = lru(both, SEGMENT_BYTES, deaf).tolist()
-    assert told[5:8] == [False] * 3
+    assert told[5:12] == [False] * 4 + [True] * 3
+    assert told[12:] == [False] * 4 + [True] * 4
+    restless = residency.ControlLoop(heat_threshold=1000, drain_s=0.0)
+    told = lru(both, SEGMENT_BYTES, restless).tolist()
+    assert told[5:12] == [False] * 3 + [True] * 4
     assert told[12:] == [False] * 3 + [True] * 5
 
 
