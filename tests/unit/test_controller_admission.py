@@ -346,9 +346,12 @@ def test_how_often_a_block_was_read_is_known_also_of_those_of_which_nothing_is_l
         heat = HeatMap(OPTIONS)
         for now in range(20):
             home_reports(heat, block(0), reads=1, now=2.0**now)
-        for number, times in enumerate((1, 2, 2, COUNTS, COUNTS + 3), 1):
-            for _ in range(times):
-                home_reports(heat, block(number), reads=1, now=2e6)
+        for number, times in enumerate((1, 2, 2, COUNTS, COUNTS + 4), 1):
+            for turn in range(times):
+                if turn % 2:
+                    heat.served(block(number), 1, 2e6)
+                else:
+                    home_reports(heat, block(number), reads=1, now=2e6)
         chances = list(heat.chances([block(number) for number in range(1, 6)], 2e6 + 1).values())
     assert chances[0] != chances[1] == chances[2] != chances[3] == chances[4]
 

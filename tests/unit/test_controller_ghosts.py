@@ -9,15 +9,16 @@ from __future__ import annotations
 import random
 from math import inf
 
+import pytest
 from home_reports import home_reports
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcast.controller.core import ghosts
+from kvcast.controller.core import admission, ghosts
 from kvcast.controller.core.admission import Contender, HeatMap, Holder, ValueOptions, choose
 from kvcast.controller.core.ghosts import Ghosts, Rule, Standing
 from kvcast.controller.core.residency import Residency
 from kvcast.controller.core.tiers import AdmitMode, Tiers
-from kvcast.protocol.messages.control import HotBlock
+from kvcast.protocol.messages.control import Describe, Described, HotBlock, Keep, Kept
 from kvcast.protocol.messages.wire import SEGMENT_BYTES, BlockId
 
 
@@ -114,6 +115,39 @@ def test_what_is_read_again_and_again_between_strangers_is_ranked_by_value() -> 
         heard(tiers, rng.randrange(8) if often else 1000 + step, step / 20)
     assert tiers.ghosts.rule is tiers.heat.rule is Rule.VALUE
     assert tiers.ghosts.changes == 1
+
+
+def play(tiers: Tiers, now: float) -> set[int]:
+    """The blocks that are to be in the switch, when all homes have answered what they are asked."""
+    outgoing = tiers.advance(now)
+    while outgoing:
+        node, message = outgoing.pop()
+        if isinstance(message, Describe):
+            held = [(ref.namespace, ref.key, SEGMENT_BYTES, 1) for ref in message.blocks]
+            tiers.described(Described(message.request, held), node, now)
+            outgoing += tiers.advance(now)
+        elif isinstance(message, Keep):
+            kept = Kept(message.request, message.namespace, message.key, True)
+            outgoing += tiers.kept(kept, node, now)
+    return {int.from_bytes(name.key, "big") for name in tiers.residency.residents}
+
+
+@pytest.mark.parametrize(
+    ("rule", "times", "now", "stays"),
+    [(Rule.VALUE, 2, 2.0, True), (Rule.VALUE, 12, 2.0, False), (Rule.RECENT, 2, 0.5, False)],
+)
+def test_who_displaces_goes_by_the_rule_and_by_what_is_learned(
+    monkeypatch: pytest.MonkeyPatch, rule: Rule, times: int, now: float, stays: bool
+) -> None:
+    monkeypatch.setattr(admission, "DEAD_MARGIN", inf)  # nobody is dead
+    tiers = tiers_of(1)
+    for number in range(100, 140):
+        heard(tiers, number, -1000.0, times)
+    heard(tiers, 0, 0.0)
+    assert play(tiers, 0.0) == {0}
+    tiers.ghosts.rule = tiers.heat.rule = rule
+    heard(tiers, 1, now, 2)
+    assert (0 in play(tiers, now)) is stays
 
 
 def apart(slots: int, blocks: int) -> Ghosts:

@@ -151,9 +151,15 @@ def test_a_block_that_every_node_has_read_is_dead_however_hot_it_was() -> None:
         read(heat, 1001, now - 0.5 * (nodes - order))
     read(heat, 1002, now - 5.0)
     read(heat, 1003, now)
-    chances = heat.chances([block(1001), block(1002)], now)
+    for order in range(1, nodes):
+        read(heat, 1004, now - 0.5 * (nodes - order))
+    heat.seen_by_switch(block(1005), segment=0, reads=1, fan_out=1, now=now - 5.0)
+    chances = heat.chances([block(number) for number in (1001, 1002, 1004, 1005)], now)
     assert chances[block(1001)][0] < 0.2, "all nodes have it"
-    assert chances[block(1002)][0] > 0.8, "one node has it"
+    assert chances[block(1002)][1] > 0.8, "one node has it"
+    assert chances[block(1005)] == chances[block(1002)], "no home has said that it answered"
+    once, twice = chances[block(1004)]
+    assert once > 0.8 > 0.2 > twice, "one node has it not"
     assert heat.value(block(1001), now) > heat.value(block(1002), now)
     assert displaced(heat, 1003, [1001, 1002], now) == [1001]
 

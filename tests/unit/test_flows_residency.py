@@ -132,6 +132,15 @@ def test_a_second_read_is_before_the_fill_and_a_third_is_not() -> None:
     assert thrice["value"] == thrice["before the fill"] == 3 * SEGMENT_BYTES
 
 
+def test_an_evicted_blocks_slots_rest_before_another_block_has_them() -> None:
+    # Block 1 displaces block 0 as soon as it was read often enough; the fill waits for the rest.
+    both = stream([0] * 4 + [1] * 40, step_s=0.1)
+    soon = residency.ControlLoop(drain_s=0.0)
+    late = residency.ControlLoop(drain_s=1.0)
+    answered = [int(residency.value(both, 1, loop=loop)[4:].sum()) for loop in (soon, late)]
+    assert answered[0] == answered[1] + 10 > 10
+
+
 def test_a_burst_of_joined_reads_is_heard_of_by_the_switchs_digest_before_any_report() -> None:
     alone = stream([0] * 8, step_s=0.15)
     burst = Stream(
