@@ -131,7 +131,7 @@ def test_a_block_read_once_displaces_one_that_is_hardly_read_again() -> None:
 
 
 def read_by_all(blocks: int, nodes: int) -> HeatMap:
-    """Blocks that come one in ten seconds; each node reads each once, one a second, as it likes."""
+    """Blocks that come one in ten seconds; each node reads each once, within a minute."""
     rng, heat = random.Random(1), HeatMap(ValueOptions(), slots=8)
     reads = sorted(
         (10.0 * number + order, number)
