@@ -754,9 +754,9 @@ def _memory(report: Numbers) -> str:
             "- *the future*: nobody has them who does not know it;",
             "- *before the fill*: a switch's memory is filled by an answer that passes. So a block "
             "that is let in after its first read is filled by its second, and answers the third. "
-            "These reads come before that; no controller beside the switch can have them. "
+            "These reads come before that; no controller beside the switch can have them."
             + (
-                f"So one that knew the future would reach {min(filled):.2f} to {max(filled):.2f} "
+                f" So one that knew the future would reach {min(filled):.2f} to {max(filled):.2f} "
                 "of the optimum."
                 if filled
                 else ""

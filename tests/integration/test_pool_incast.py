@@ -118,12 +118,12 @@ def test_readers_of_what_the_switch_holds_are_not_gathered_unless_that_is_asked_
     assert IncastOptions(resident=True).gather_allowed_ms == 0
     assert IncastOptions(resident=True, gather_ms=30).gather_allowed_ms == 30
     assert IncastOptions(resident=True, resident_part=0.5).gather_allowed_ms == 100
+    assert IncastOptions(readers=8).gather_allowed_ms == 100
 
 
 @pytest.mark.parametrize(("queue", "flags"), [(0, ()), (512, ("--queue-depth=512",))])
 def test_the_switch_is_told_how_long_its_queues_are(queue: int, flags: tuple[str, ...]) -> None:
     assert incast._pool(IncastOptions(queue=queue), 2, "one").options.switch_flags == flags
-    assert IncastOptions(readers=8).gather_allowed_ms == 100
 
 
 @pytest.mark.parametrize(
