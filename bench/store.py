@@ -34,9 +34,15 @@ moves no byte would take three times as long). With several, each has its own bl
 at the same moment; `bytes_per_s` is what moved for all of them together, from the first begin to
 the last end (nothing moves for a local get).
 
+The sides stand for two machines, so each has half of the processors for itself, for all stores.
+Else the kernel often runs both ends of a connection on one processor while the other idles, since
+one end wakes the other: between two machines that cannot be (`--shared-processors`).
+
 Stores take turns in rounds, in another order each time, so that what the machine does meanwhile
-hits all alike. All processes stand ready throughout; NIXL's holder, whose thread never rests, is
-stopped while the others are measured.
+hits all alike. All processes stand ready throughout. Those that never rest are stopped while other
+stores are measured: NIXL's holder, and kvcast's agents, which run with `--busy-poll` (but see
+`--agents-sleep`). NIXL's readers and its holder do not sleep in their own turns either; Redis and
+Mooncake do, and have no setting for it.
 
 Every byte that came is compared with what was put, and what was put is looked at on the other side;
 both outside of the timed part. Blocks differ in all of their bytes. A get that was not answered
@@ -66,7 +72,15 @@ from kvcast.bench import store_picture
 from kvcast.bench.incast import home_keys
 from kvcast.bench.processor_time import processor_time_s
 from kvcast.bench.stores.client import LOCAL, REMOTE, StoreError
-from kvcast.bench.stores.links import HOLDER_SIDE, READER_SIDE, STAR, Link, LoopbackLink, VethLink
+from kvcast.bench.stores.links import (
+    HOLDER_SIDE,
+    READER_SIDE,
+    STAR,
+    Link,
+    LoopbackLink,
+    VethLink,
+    halves,
+)
 from kvcast.bench.stores.servers import PEERS, KvcastStore, Store, make_pool, named
 from kvcast.service import provenance, reports
 from kvcast.service.commands import EXIT_FAILED, EXIT_OK, CommandError, run_command
@@ -227,14 +241,12 @@ class Comparison:
         home, label = STAR.hosts[side].node_id, (self._turns, case.name)
         keys = [key.hex() for key in home_keys(self._pool, home, count * case.clients, label)]
         of_client = [keys[start : start + count] for start in range(0, len(keys), count)]
-        if store.RESTS:
-            store.holder.resume()
+        store.resume()
         try:
             where = await _prepare(store, case, of_client)
             await self._run(store, case, of_client, where, timed=timed)
         finally:
-            if store.RESTS:
-                store.holder.pause()
+            store.pause()
 
     async def _run(
         self,
@@ -488,6 +500,10 @@ class StoreOptions:
     """A smoke test: two clients, one round of a call or two each."""
     namespaces: bool = False
     """Two network namespaces and a veth pair instead of loopback."""
+    busy_poll: bool = True
+    """Whether kvcast's agents never sleep in their turns, as NIXL's holder and readers never do."""
+    own_processors: bool = True
+    """Whether each side has half of the processors for itself, as two machines would."""
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
@@ -504,20 +520,23 @@ async def run(options: StoreOptions, report: dict[str, Any] | None = None) -> di
     skipped: dict[str, str] = {}
     versions: dict[str, dict[str, str]] = {}
     clients, rounds = (2, 1) if options.quick else (options.clients, options.rounds)
+    processors = halves() if options.own_processors else None
     report |= {
         "bench": "store",
         "provenance": provenance.provenance(),
         "parameters": {"clients": clients, "rounds": rounds, "namespaces": options.namespaces},
         "link": "veth pair" if options.namespaces else "loopback",
+        "processors_of_sides": processors,
+        "busy_poll": options.busy_poll,
         "switch_on_the_way": False,
         "versions_of_peers": versions,
         "skipped": skipped,
     }
     async with contextlib.AsyncExitStack() as stack:
-        link: Link = VethLink() if options.namespaces else LoopbackLink()
+        link: Link = (VethLink if options.namespaces else LoopbackLink)(processors)
         _tell("starting kvcast")
-        pool = await stack.enter_async_context(make_pool(link))
-        ours = KvcastStore(link, pool)
+        pool = await stack.enter_async_context(make_pool(link, polls=options.busy_poll))
+        ours = KvcastStore(link, pool, polls=options.busy_poll)
         stack.push_async_callback(ours.stop)
         await ours.start(clients)
         stores: list[Store] = [ours]
@@ -539,8 +558,7 @@ async def run(options: StoreOptions, report: dict[str, Any] | None = None) -> di
                 _tell(f"skipped: {peer.NAME}: {reason}")
         comparison = Comparison(stores, pool, skipped)
         for store in stores:
-            if store.RESTS:
-                store.holder.pause()
+            store.pause()
         for case in cases(clients, quick=options.quick):
             await comparison.measure(case, rounds)
             report |= summary(comparison.figures)
@@ -608,6 +626,16 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="two network namespaces and a veth pair instead of loopback (root)",
     )
+    parser.add_argument(
+        "--agents-sleep",
+        action="store_true",
+        help="start kvcast's agents without --busy-poll",
+    )
+    parser.add_argument(
+        "--shared-processors",
+        action="store_true",
+        help="let both sides run on all processors, instead of half of them each",
+    )
     return parser
 
 
@@ -618,6 +646,8 @@ async def _command(arguments: argparse.Namespace) -> int:
         clients=arguments.clients,
         quick=arguments.quick,
         namespaces=arguments.namespaces,
+        busy_poll=not arguments.agents_sleep,
+        own_processors=not arguments.shared_processors,
     )
     with reports.in_the_making(arguments.json) as so_far:
         report = await run(options, so_far)

@@ -240,6 +240,8 @@ class Agent:
         driver: CourierDriver | None = None
         if isinstance(loop, CourierLoop) and made.index is not None:
             driver = self._make_courier(loop, made.index, made.store)
+        if driver is None and network.polls:
+            log.warning("--busy-poll: there is no compiled code here to poll with")
         self._bulk_caller = BulkCaller(
             self.core, options.bulk, self.transport.pump, options.credentials
         )
@@ -393,6 +395,7 @@ class Agent:
             open_lane=transport.open_lane,
             close_lane=transport.close_lane,
             tell_within_s=core.requester.config.quiet_s / _TELLS_A_QUIET,
+            polls=self._options.network.polls,
         )
 
     def _use_conveyors(self, driver: CourierDriver) -> None:

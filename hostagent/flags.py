@@ -160,6 +160,11 @@ class NetworkFlags:
         " get them unsplit",
         default=NetworkOptions.udp_segments,
     )
+    busy_poll: bool = either(
+        "never sleep while nothing is to be done: gets and puts that go to other nodes take less"
+        " time, and the agent takes a processor of its own",
+        default=NetworkOptions.polls,
+    )
     bulk_addr: tuple[str, int] = address(
         "where other agents reach this one by TCP; a concrete address; port 0 = pick one",
         default=(NetworkOptions.bulk_host, NetworkOptions.bulk_port),
@@ -596,6 +601,7 @@ def options_of(setup: Setup) -> Options:
             udp_port=flags.udp_port,
             tunnel=flags.tunnel,
             udp_segments=flags.udp_segments,
+            polls=flags.busy_poll,
             buffer_bytes=flags.socket_buffer_bytes,
             mtu_bytes=flags.mtu_bytes,
             link_bits_per_s=flags.link_rate_bits_per_s,

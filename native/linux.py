@@ -180,6 +180,11 @@ def epoll_wait(fd: I32, events: Ptr[EpollEvent], count: I32, timeout_ms: I32) ->
 
 
 @external
+def sched_yield() -> I32:
+    raise NotImplementedError
+
+
+@external
 def timerfd_settime(fd: I32, flags: I32, new: TimerSpec, old: U64) -> I32:
     raise NotImplementedError
 

@@ -10,6 +10,8 @@ switch is there for the controller, and its ports lead nowhere.
 
 from __future__ import annotations
 
+import os
+import shutil
 from typing import Protocol
 
 from kvcast.topologies.namespaces import (
@@ -26,6 +28,29 @@ READER_SIDE, HOLDER_SIDE = 0, 1
 """Indices of the hosts of `STAR`."""
 STAR = Star.of(2)
 _BULK_PORT = 9700
+Processors = tuple[list[int], list[int]]
+"""By side, the numbers of those that are its own."""
+
+
+def halves() -> tuple[list[int], list[int]] | None:
+    """This machine's processors, half of them for each side; None where there is only one, or no
+    `taskset`."""
+    processors = sorted(os.sched_getaffinity(0))
+    half = len(processors) // 2
+    if not half or shutil.which("taskset") is None:
+        return None
+    return processors[:half], processors[half:]
+
+
+def _side(part: str) -> int:
+    return READER_SIDE if part == STAR.hosts[READER_SIDE].node_id else HOLDER_SIDE
+
+
+def _bound(part: str, processors: Processors | None) -> list[str]:
+    """Words before a command that keep it on the processors of its side."""
+    if processors is None:
+        return []
+    return ["taskset", "--cpu-list", ",".join(map(str, processors[_side(part)]))]
 
 
 class Link(Network, Protocol):
@@ -47,8 +72,12 @@ class LoopbackLink(TunnelNetwork):
 
     device = "lo"
 
-    def __init__(self) -> None:
+    def __init__(self, processors: Processors | None = None) -> None:
         super().__init__(STAR)
+        self._processors = processors
+
+    def prefix(self, part: str) -> list[str]:
+        return [*super().prefix(part), *_bound(part, self._processors)]
 
     def ip(self, host: Host) -> str:
         return f"{self.address.rpartition('.')[0]}.{1 + host.switch_port}"
@@ -62,15 +91,18 @@ class VethLink(NamespaceNetwork):
 
     device = "eth0"
 
-    def __init__(self) -> None:
+    def __init__(self, processors: Processors | None = None) -> None:
         super().__init__(STAR)
+        self._processors = processors
         holder = STAR.hosts[HOLDER_SIDE]
         self.agents_address = (holder.ip, self.agents_address[1])
         self.http_address = (holder.ip, self.http_address[1])
 
     def namespace(self, part: str) -> str:
-        side = READER_SIDE if part == STAR.hosts[READER_SIDE].node_id else HOLDER_SIDE
-        return f"{self.tag}-h{STAR.hosts[side].switch_port}"
+        return f"{self.tag}-h{STAR.hosts[_side(part)].switch_port}"
+
+    def prefix(self, part: str) -> list[str]:
+        return [*super().prefix(part), *_bound(part, self._processors)]
 
     def up(self) -> None:
         reason = why_not()

@@ -14,8 +14,10 @@ import asyncio
 import ctypes
 import importlib.metadata
 import importlib.util
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from abc import ABC
@@ -36,8 +38,9 @@ ARENA_BYTES = 512 << 20
 MEMORY_BYTES = 64 << 20
 """Registered memory of a client: the largest turn's blocks fit."""
 _SEGMENT_BYTES = 128 << 20
-_LEASE_S = 30.0
-"""Of kvcast's agents: eight busy clients on few processors must not make one look dead."""
+_LEASE_S = 120.0
+"""Of kvcast's agents: eight busy clients on few processors must not make one look dead, nor must
+the turns of others, during which those that poll are stopped."""
 _START_S = 20.0
 _POLL_S = 0.1
 
@@ -55,8 +58,6 @@ class Store(ABC):
     HAS_EXISTS: ClassVar[bool] = True
     HAS_PLACE: ClassVar[bool] = False
     """Whether it has a way to put what lies in its own memory already, beside `put`."""
-    RESTS: ClassVar[bool] = False
-    """Whether its holder takes processor time while nobody asks it, and is stopped meanwhile."""
 
     def __init__(self, link: Link, folder: Path) -> None:
         self._link = link
@@ -79,6 +80,12 @@ class Store(ABC):
     def holder(self) -> WorkerProcess:
         assert self._holder is not None
         return self._holder
+
+    def pause(self) -> None:  # noqa: B027 - most have nothing to do
+        """Others are measured: nothing of it may take processor time until `resume`."""
+
+    def resume(self) -> None:  # noqa: B027
+        """Its turn comes."""
 
     def commands(self) -> dict[str, list[str]]:
         """The servers' commands, by name."""
@@ -155,17 +162,37 @@ class KvcastStore(Store):
     CLIENT = "kvcast.bench.stores.kvcast_pool:KvcastClient"
     HAS_LOCAL = HAS_PLACE = True
 
-    def __init__(self, link: Link, pool: Pool) -> None:
+    def __init__(self, link: Link, pool: Pool, *, polls: bool = False) -> None:
         super().__init__(link, pool.folder)
         self.pool = pool
+        self._polls = polls
+
+    def pause(self) -> None:
+        if self._polls:
+            self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        if self._polls:
+            self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for host in STAR.hosts:
+            pid = self.pool.pids[host.node_id]
+            if pid is not None:
+                os.kill(pid, number)
+
+    async def stop(self) -> None:
+        self.resume()
+        await super().stop()
 
     def options(self, side: int) -> dict[str, Any]:
         return {"socket": str(self.pool.sockets[STAR.hosts[side].node_id])}
 
 
-def make_pool(link: Link, arena_bytes: int = ARENA_BYTES) -> Pool:
+def make_pool(link: Link, arena_bytes: int = ARENA_BYTES, *, polls: bool = False) -> Pool:
     """The pool that is measured, not started yet. Agents wait as long as they do by default, since
-    no switch in software is on the way. Each has all of its arena in memory before it serves."""
+    no switch in software is on the way. Each has all of its arena in memory before it serves;
+    those of a pool that `polls` never sleep."""
     defaults = RequesterConfig()
     options = PoolOptions(
         admit="off",
@@ -174,6 +201,7 @@ def make_pool(link: Link, arena_bytes: int = ARENA_BYTES) -> Pool:
         lease_s=_LEASE_S,
         agent_flags=(
             "--arena-reserve",
+            *(["--busy-poll"] if polls else []),
             f"--rto-initial={defaults.rto_initial_s}",
             f"--rto-min={defaults.rto_min_s}",
             f"--quiet={defaults.quiet_s}",
@@ -275,7 +303,6 @@ class NixlStore(Store):
     CLIENT = "kvcast.bench.stores.nixl_agents:NixlClient"
     PACKAGES = ("nixl-cu12",)
     HAS_EXISTS = False
-    RESTS = True
 
     @classmethod
     def missing(cls) -> str | None:
@@ -290,6 +317,12 @@ class NixlStore(Store):
             "UCX_TCP_TX_SEG_SIZE": "64k",
             "NIXL_LOG_LEVEL": "WARN",
         }
+
+    def pause(self) -> None:
+        self.holder.pause()
+
+    def resume(self) -> None:
+        self.holder.resume()
 
     def options(self, side: int) -> dict[str, Any]:
         return {"memory_bytes": ARENA_BYTES if side == HOLDER_SIDE else MEMORY_BYTES}

@@ -78,6 +78,10 @@ MOST_STOCK: Final = 160
 """The same where gets of many blocks come."""
 LARGE_STOCK: Final = 8
 """The same of blocks of more than one segment."""
+FEW: Final = 2
+"""So many of the size that came last there are, even if they take more than all may together:"""
+FEW_SHARE: Final = 8
+"""this part of the arena at most."""
 SIZES: Final = 4
 """Sizes of one namespace that have some; a further one takes the place of the one that was not used
 for longest."""
@@ -781,9 +785,10 @@ class Courier:
             while known.have < most:
                 if quota and of.ready_bytes + reserved_bytes > quota // QUOTA_SHARE:
                     break
-                if not self._has_room(reserved_bytes) and not (lacks and self._steal(known)):
+                has_room = self._has_room(known, reserved_bytes)
+                if not has_room and not (lacks and self._steal(known)):
                     break
-                if not self._has_room(reserved_bytes):
+                if not has_room:
                     continue  # more of the others' places are to go
                 try:
                     copy = self._store.reserve(BlockId(known.namespace, b""), known.size_bytes)
@@ -793,8 +798,11 @@ class Courier:
                     return
                 self._offer(copy, known)
 
-    def _has_room(self, reserved_bytes: int) -> bool:
-        return bool(self._unused) and self._ready_bytes + reserved_bytes <= self._most_bytes
+    def _has_room(self, size: _Size, reserved_bytes: int) -> bool:
+        most_bytes = self._most_bytes
+        if size.have < FEW and size is self._sizes[-1]:
+            most_bytes = max(most_bytes, self._store.allocator.capacity_bytes // FEW_SHARE)
+        return bool(self._unused) and self._ready_bytes + reserved_bytes <= most_bytes
 
     def _steal(self, wanting: _Size) -> bool:
         """Give one of the places back that are for sizes which came longer ago; False if all of

@@ -44,6 +44,7 @@ from kvcast.protocol.courier.structures import (
     FULL,
     HELD_BYTES,
     LANDING_BOOKED,
+    LANDING_FREE,
     MAX_ASKED,
     MISSED,
     MOST_HOMES,
@@ -53,6 +54,7 @@ from kvcast.protocol.courier.structures import (
     WRONG_DIGEST,
     Asked,
     Courier,
+    Landing,
     call_digest,
     call_reset,
     call_update,
@@ -266,6 +268,17 @@ def _first_is_there(courier: Courier, number: U64, now_ns: U64) -> None:
 
 
 @native
+def has_another(courier: Courier, landing: Landing) -> bool:
+    """Whether there is a free landing place like this one."""
+    for i in range(courier.landing_count):
+        other = courier.landings[i]
+        free = other.state == LANDING_FREE and other.namespace == landing.namespace
+        if free and other.size == landing.size:
+            return True
+    return False
+
+
+@native
 def whole_came(courier: Courier, number: U64, digest: U64, now_ns: U64) -> None:
     """All of a block has come, and has this digest."""
     t = courier.table[0]
@@ -287,6 +300,8 @@ def whole_came(courier: Courier, number: U64, digest: U64, now_ns: U64) -> None:
         ask_for_followers(courier, number, now_ns)
     landing.state = LANDING_BOOKED
     courier.landed += 1
+    if landing.size > SEGMENT_BYTES and not has_another(courier, landing):
+        courier.landed += courier.enough_landed
     tier = 0
     if asked.flags & FLAG_RESIDENT:
         tier = 2

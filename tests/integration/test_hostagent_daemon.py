@@ -213,6 +213,11 @@ def test_runs_of_datagrams_are_joined_only_if_asked_for_or_over_loopback() -> No
     assert replace(network, ip="10.0.0.1").joins
 
 
+def test_an_agent_polls_only_if_asked_for() -> None:
+    assert not options_of(parse(GOOD)).network.polls
+    assert options_of(parse([*GOOD, "--busy-poll"])).network.polls
+
+
 def test_the_agent_imports_nothing_heavy() -> None:
     """32 agents share two cores in the demo: their start must stay cheap."""
     code = (

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from kvcast.bench import store as bench
 from kvcast.bench.store import Case, Comparison, Figures, StoreOptions, summary, table
+from kvcast.bench.stores import links
 from kvcast.bench.stores.client import LOCAL, REMOTE, Memory, StoreClient, StoreError
 from kvcast.bench.stores.links import STAR
 from kvcast.bench.stores.process import WorkerProcess
@@ -84,13 +85,19 @@ class FakeStore:
     """What `Comparison` needs of a store."""
 
     HAS_LOCAL = HAS_EXISTS = HAS_PLACE = True
-    RESTS = False
 
     def __init__(self, name: str, **options: Any) -> None:
         self.NAME = name
         self.holder = InProcess(**options)
         self.readers = [InProcess(**options) for _ in range(2)]
         self.stopped = False
+        self.turns: list[str] = []
+
+    def pause(self) -> None:
+        self.turns.append("pause")
+
+    def resume(self) -> None:
+        self.turns.append("resume")
 
     async def stop(self) -> None:
         self.stopped = True
@@ -102,6 +109,43 @@ def _comparison(*stores: FakeStore) -> tuple[Comparison, dict[str, str]]:
     pool: Any = SimpleNamespace(star=STAR, pids=dict.fromkeys(("node-1", "node-2")))
     made: list[Any] = list(stores)
     return Comparison(made, pool, skipped), skipped
+
+
+async def test_a_store_may_take_processor_time_in_its_own_turns_alone() -> None:
+    stores = [FakeStore("kvcast", origin=REMOTE), FakeStore("redis", origin=REMOTE)]
+    comparison, _ = _comparison(*stores)
+    running: set[str] = set()
+    for store in stores:
+
+        def resume(name: str = store.NAME) -> None:
+            assert not running
+            running.add(name)
+
+        store.resume, store.pause = resume, running.clear  # type: ignore[method-assign]
+    await comparison.measure(GET, rounds=2)
+    assert not running
+    assert all(len(figures.seconds) == 4 for figures in comparison.figures[GET].values())
+
+
+@pytest.mark.parametrize(
+    ("there", "parts"),
+    [({0}, None), ({0, 1}, ([0], [1])), ({1, 3, 4, 6, 9}, ([1, 3], [4, 6, 9]))],
+    ids=["one", "two", "five"],
+)
+def test_each_side_has_processors_of_its_own(
+    there: set[int], parts: tuple[list[int], list[int]] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: there)
+    assert links.halves() == parts
+    link = links.LoopbackLink(links.halves())
+    bound = [link.prefix(part) for part in ("node-1", "node-2", "controller")]
+    if parts is None:
+        assert bound == [[], [], []]
+    else:
+        near, far = (",".join(map(str, numbers)) for numbers in parts)
+        assert [words[-1] for words in bound] == [near, far, far]
+    monkeypatch.setattr("shutil.which", lambda _name: None)
+    assert links.halves() is None
 
 
 @pytest.mark.parametrize("case", bench.cases(2, quick=True), ids=lambda case: case.name)

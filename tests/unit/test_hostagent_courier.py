@@ -25,8 +25,11 @@ from kvcast.bench.fuzz.courier import (
     key_of,
     offer_of,
 )
+from kvcast.hostagent.core import courier as couriers
 from kvcast.hostagent.core.courier import (
     CONVEYOR_PAUSE_S,
+    FEW,
+    FEW_SHARE,
     MAX_SIZES,
     OTHER_SIZE_MAX_S,
     OTHER_SIZES,
@@ -643,6 +646,20 @@ def test_a_size_that_comes_takes_the_room_of_one_that_does_not() -> None:
     stand.end()
 
 
+def test_of_the_last_size_there_are_a_few_though_they_take_more_than_all_may() -> None:
+    stand = Stand()
+    stand.courier._most_bytes = 0
+    share_bytes = stand.store.allocator.capacity_bytes // FEW_SHARE
+    sizes = [share_bytes // (2 * FEW), share_bytes - share_bytes // 4, 2 * share_bytes]
+    for size_bytes, count in zip(sizes, (FEW, 1, 0), strict=True):
+        stand.courier.give_room_back()
+        learn(stand, size_bytes)
+        assert len(stand.courier._places) == count
+        assert all(copy.size_bytes == size_bytes for copy in stand.courier._places.values())
+        assert stand.courier.ready_bytes <= share_bytes
+    stand.end()
+
+
 def test_a_namespace_whose_blocks_keep_coming_in_other_sizes_is_left_alone_for_a_while(
     stand: Stand,
 ) -> None:
@@ -1161,6 +1178,32 @@ def test_a_large_block_comes_by_a_read_and_the_conveyor(large: Stand) -> None:
     assert copy is not None
     assert (copy.pins, copy.size_bytes, copy.home) == (2, size_bytes, False)
     large.end()
+
+
+@pytest.mark.parametrize("places", [1, 2])
+def test_python_is_to_hear_at_once_of_the_block_that_takes_the_last_large_place(
+    places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(couriers, "FEW", places)
+    stand = Stand()
+    stand.courier._most_bytes = 0
+    stand.expect_large()
+    stand.begin_conveyor()
+    hurries: list[bool] = []
+    native, book = stand.courier._courier, stand.courier.book
+
+    def booked(now: float) -> bool:
+        if native.landed:
+            hurries.append(native.landed >= native.enough_landed)
+        return book(now)
+
+    monkeypatch.setattr(stand.courier, "book", booked)
+    stand.ask(0, 12)
+    probe(stand, 12)
+    stand.reply(pieces=2)
+    assert stand.given == 1
+    assert hurries == [places == 1]
+    stand.end()
 
 
 def test_several_blocks_follow_each_other_on_a_conveyor(large: Stand) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import resource
 import socket
 import threading
 import time
@@ -37,7 +38,7 @@ LONG_S = 3600.0
 class Bed:
     """A wait, a reader, and who sends to it."""
 
-    def __init__(self, tell_within_s: float) -> None:
+    def __init__(self, tell_within_s: float, *, polls: bool = False) -> None:
         self.card = Card()
         self.stand = Stand()
         self.placement = self.stand.core.requester.placement
@@ -82,6 +83,7 @@ class Bed:
             open_lane=lambda _now: None,
             close_lane=lambda _now: False,
             tell_within_s=tell_within_s,
+            polls=polls,
         )
         # Frames are Python's unless a lane is open; this one answers nothing.
         lane: Any = self.driver._no_lane
@@ -104,8 +106,8 @@ class Bed:
 
 
 @contextlib.contextmanager
-def bed(tell_within_s: float = LONG_S) -> Iterator[Bed]:
-    made = Bed(tell_within_s)
+def bed(tell_within_s: float = LONG_S, *, polls: bool = False) -> Iterator[Bed]:
+    made = Bed(tell_within_s, polls=polls)
     try:
         yield made
     finally:
@@ -316,3 +318,22 @@ def test_who_comes_when_there_are_no_descriptors_asks_the_agent_for_everything(
         theirs = made.driver.add(session)
         assert theirs is not None
         theirs.close()
+
+
+def _sleeps() -> int:
+    """How often this thread has given its processor up to wait for something."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
+@pytest.mark.parametrize("polls", [False, True])
+def test_a_wait_that_polls_ends_as_another_but_does_not_sleep(polls: bool) -> None:
+    with bed(polls=polls) as made:
+        before = _sleeps()
+        for _ in range(20):
+            assert made.driver.wait(0.002) == []
+        slept = _sleeps() - before
+        assert slept < 20 if polls else slept >= 20
+        made.come(1)
+        with later(made, 2):
+            assert made.driver.wait(None) == [], "what it waits for comes without a time, too"
+        assert made.told == [1, 2]
