@@ -11,6 +11,7 @@ addresses, and cannot be told otherwise), and never outlive this process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import importlib.metadata
 import importlib.util
@@ -179,7 +180,8 @@ class KvcastStore(Store):
         for host in STAR.hosts:
             pid = self.pool.pids[host.node_id]
             if pid is not None:
-                os.kill(pid, number)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     async def stop(self) -> None:
         self.resume()

@@ -162,6 +162,20 @@ async def test_who_connects_in_the_moment_in_which_an_agent_is_closed_leaves_no_
     assert [r.getMessage() for r in caplog.records if r.name == "asyncio"] == []
 
 
+async def test_an_agent_that_cannot_poll_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """asyncio's own loop has no waits in which compiled code could look for work."""
+
+    def polling(options: Options) -> Options:
+        return replace(options, network=replace(options.network, polls=True))
+
+    async with running_pool(tmp_path, 1):
+        assert "--busy-poll" not in caplog.text
+    async with running_pool(tmp_path, 1, polling):
+        assert "--busy-poll" in caplog.text
+
+
 async def test_concurrent_gets_of_one_block_make_one_fetch(tmp_path: Path) -> None:
     async with running_pool(tmp_path, 3, by_reads) as pool:
         data = noise(1, 150_000)
