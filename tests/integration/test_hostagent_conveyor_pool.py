@@ -13,6 +13,7 @@ import time
 
 import pytest
 from kvcast.bench.incast import home_keys
+from kvcast.bench.processor_time import processor_time_s
 from kvcast.hostagent import membarrier
 from kvcast.hostagent.client import AsyncClient, KvcastError
 from kvcast.topologies.pool import Pool
@@ -209,3 +210,17 @@ def test_a_home_that_stands_still_is_not_waited_for(engines: Engines, keys: list
         engines.pool.resume(HOME)
     for key in keys[9:12]:
         engines.get(key, size_bytes)
+
+
+@on_clients(Engines, polls=True)
+def test_agents_that_poll_take_a_processor_while_nothing_happens_and_serve_all_the_same(
+    engines: Engines, keys: list[bytes]
+) -> None:
+    pid = engines.pool.pids[HOME]
+    assert pid is not None
+    enough_s, until = processor_time_s(pid) + 0.5, time.monotonic() + PATIENCE_S
+    while processor_time_s(pid) < enough_s:  # asleep, it would take minutes
+        assert time.monotonic() < until, "it sleeps"
+        time.sleep(0.05)
+    for key, size_bytes in zip(keys, [30_000, 300_000] * 6, strict=False):
+        engines.put_and_look(key, size_bytes)

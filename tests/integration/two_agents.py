@@ -28,13 +28,16 @@ ARENA_BYTES = 128 << 20
 
 
 def on_a_pool(
-    test: Callable[[Pool, list[bytes]], Coroutine[Any, Any, None]], *, arena_of_disks: str = ""
+    test: Callable[[Pool, list[bytes]], Coroutine[Any, Any, None]],
+    *,
+    arena_of_disks: str = "",
+    polls: bool = False,
 ) -> Callable[[], None]:
     """Run a test on a pool of two agents; its keys are at home at HOME. `arena_of_disks`: both have
-    a disk, and an arena of that size above it."""
+    a disk, and an arena of that size above it. `polls`: they never sleep."""
 
     async def within() -> None:
-        pool = make_pool(LoopbackLink(), ARENA_BYTES)
+        pool = make_pool(LoopbackLink(), ARENA_BYTES, polls=polls)
         with tempfile.TemporaryDirectory() as folder:
             if arena_of_disks:
                 flags = f"--arena-bytes={arena_of_disks}", "--ssd-bytes=256m"
@@ -111,7 +114,7 @@ Clients = TypeVar("Clients", bound=TwoClients)
 
 
 def on_clients(
-    kind: Callable[[Pool], Clients], *, arena_of_disks: str = ""
+    kind: Callable[[Pool], Clients], *, arena_of_disks: str = "", polls: bool = False
 ) -> Callable[[Callable[[Clients, list[bytes]], None]], Callable[[], None]]:
     """Run a test that waits on such clients of a pool, in a thread; keys, and disks, as for
     `on_a_pool`."""
@@ -125,6 +128,6 @@ def on_clients(
             await asyncio.to_thread(play)
 
         on_pool.__name__ = test.__name__
-        return on_a_pool(on_pool, arena_of_disks=arena_of_disks)
+        return on_a_pool(on_pool, arena_of_disks=arena_of_disks, polls=polls)
 
     return decorate
