@@ -187,22 +187,21 @@ async def test_who_stands_by_holds_nothing_of_clients_and_ends_with_its_supervis
         for _ in range(20):
             await stack.enter_async_context(await AsyncClient.connect(one.socket))
         agent, standby = one.agent(), await one.standby()
-        supervisor, waiting = (set(_sockets(pid)) for pid in (one.process.pid, standby))
-        assert len(supervisor) > 20
-        # What listens, and its half of a pair.
-        assert len(waiting & supervisor) <= 4
-        assert len(waiting - supervisor) == 1
+        assert len(_sockets(one.process.pid)) > 20
+        # What listens, and its half of a pair. The name comes before each has closed the other's.
+        await until(lambda: len(_sockets(standby) & _sockets(one.process.pid)) <= 4)
+        await until(lambda: len(_sockets(standby) - _sockets(one.process.pid)) == 1)
         one.process.kill()
         await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (agent, standby)))
         await one.start()
 
 
-def _sockets(pid: int) -> list[str]:
-    links = []
+def _sockets(pid: int) -> set[str]:
+    links = set()
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # it was open for a moment
-            links.append(os.readlink(path))
-    return [link for link in links if link.startswith("socket:")]
+            links.add(os.readlink(path))
+    return {link for link in links if link.startswith("socket:")}
 
 
 async def test_who_stands_by_has_memory_of_its_own(tmp_path: Path) -> None:
