@@ -202,7 +202,7 @@ def slot_in(lane: NativeLane, bucket: U64, namespace: U64, high: U64, low: U64) 
 
 @native
 def mixed_of(namespace: U64, high: U64, low: U64) -> U64:
-    """A block's hash, as `shared.mixed`."""
+    """A block's hash, as in `shared.two_buckets`."""
     return (high + low * _BY_LOW + namespace * _BY_NAMESPACE) * _SPREAD
 
 

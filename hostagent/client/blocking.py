@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Concatenate, Final, ParamSpec, TypeVar, cast
+from typing import Concatenate, Final, ParamSpec, TypeVar
 
 from kvcast.hostagent.client.conversation import (
     READ_BYTES,
@@ -199,7 +199,8 @@ class Client:
             while True:
                 ask = call.send(self._exchange(ask))
         except StopIteration as end:
-            return cast(T, end.value)
+            value: T = end.value
+            return value
         except AgentGoneError:
             with self._lock:  # also where it is the answer that makes no sense
                 self._socket.close()

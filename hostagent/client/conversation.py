@@ -350,25 +350,23 @@ class Conversation:
         asked. An answer that nobody waits for is to be given back."""
         if not answer or len(answer) % ANSWER.size:
             raise AgentGoneError("the courier is not understood")
-        blocks = []
+        blocks: list[local.GotBlock] = []
         put: list[local.PutBlock] = []
         room = None
-        refused = True
-        number: int = ANSWER.unpack_from(answer)[3]
+        number = 0
         # Spelled out: a name for each is much quicker than a list of the last ones.
-        for status, tier, _, _, handle, offset, size_bytes, digest in ANSWER.iter_unpack(answer):
+        for status, tier, _, number, handle, offset, size_bytes, digest in ANSWER.iter_unpack(
+            answer
+        ):
             if status == GIVEN and tier < len(TIERS):
-                refused = False
                 self._held.add(handle)
-                found = local.GotBlock(
-                    *(local.OK, "", TIERS[tier]), handle, offset, size_bytes, digest
+                blocks.append(
+                    local.GotBlock(local.OK, "", TIERS[tier], handle, offset, size_bytes, digest)
                 )
-                blocks.append(found)
             elif status == ASK_AGENT:
                 blocks.append(_HANDED_OVER)
                 put.append(_NOT_PUT)
             elif status == PUT_HOME:
-                refused = False
                 room = local.Extent(local.OK, handle, offset) if handle else None
                 put.append(local.PutBlock(local.OK, size_bytes, digest))
             elif status == COUNTED and len(answer) == ANSWER.size:
@@ -376,10 +374,10 @@ class Conversation:
                 return number, (_Counted if tier else local.Ack)(number, size_bytes)
             else:
                 raise AgentGoneError("the courier is not understood")
-        if refused:
+        count = len(answer) // ANSWER.size
+        if len(blocks) == len(put) == count:
             return number, None
         self._refused.clear()
-        count = len(answer) // ANSWER.size
         if len(blocks) == count:
             return number, local.Got(number, blocks)
         if len(put) == count:
@@ -472,13 +470,6 @@ class Conversation:
     def _results(self, keys: list[bytes], blocks: list[local.GotBlock]) -> Iterator[_Result]:
         """What came of keys. Small blocks that came together are given back by one message, with
         the last of them, or with whatever is said next, or so many at a time."""
-        if len(blocks) == 1 == len(keys) and blocks[0].status == local.OK:
-            (got,) = blocks
-            data = self._memory.read(got.offset, got.size_bytes)
-            yield Block(
-                keys[0], data, got.digest, got.tier, self._release, self._dropped, got.handle
-            )
-            return
         together = {
             got.handle for got in blocks if got.status == local.OK and got.size_bytes <= SMALL_BYTES
         }
@@ -498,11 +489,20 @@ class Conversation:
             if got.status != local.OK:
                 yield Outcome(None, got.status, got.reason)
                 continue
-            data = self._memory.read(got.offset, got.size_bytes)
-            release, dropped = self._release, self._dropped
             if got.handle in together:
-                release, dropped = release_together, dropped_together
-            yield Block(key, data, got.digest, got.tier, release, dropped, got.handle)
+                yield self._block(key, got, release_together, dropped_together)
+            else:
+                yield self._block(key, got, self._release, self._dropped)
+
+    def _block(
+        self,
+        key: bytes,
+        got: local.GotBlock,
+        release: Callable[[int], None],
+        dropped: Callable[[bool, int], bool],
+    ) -> Block:
+        data = self._memory.read(got.offset, got.size_bytes)
+        return Block(key, data, got.digest, got.tier, release, dropped, got.handle)
 
     def _release(self, handle: int) -> None:
         self._held.discard(handle)
@@ -574,6 +574,39 @@ class Conversation:
         BusyError, NoRoomError or QuotaError never: such a block counts as a miss, and
         `get_outcomes` says why. A call that fails leaves nothing pinned.
         """
+        if len(keys) == 1 and not (gather_ms or group or expect or prefix):
+            return self._get_one(namespace, keys, deadline_s)
+        return self._get_blocks(namespace, keys, deadline_s, gather_ms, group, expect, prefix)
+
+    def _get_one(
+        self, namespace: int, keys: Sequence[bytes], deadline_s: float
+    ) -> Call[list[Block | None]]:
+        """`get` of one block, in few steps: they take longer than a block of 64 KiB does, once
+        other work has had the processor's caches."""
+        checked = _check_keys(keys)
+        (result,) = self._local_results(namespace, checked)
+        if result is None:
+            number = next(self._numbers)
+            request = local.Get(number, namespace, checked, deadline_s)
+            courier = self._for_courier(number, namespace, checked, deadline_s)
+            got = self._checked(
+                (yield Ask(request, deadline_s + GRACE_S, courier, namespace)), local.Got
+            )
+            (found,) = _one_each(checked, got.blocks)
+            if found.status == local.OK:
+                result = self._block(checked[0], found, self._release, self._dropped)
+        return [cast(Block | None, result)]
+
+    def _get_blocks(
+        self,
+        namespace: int,
+        keys: Sequence[bytes],
+        deadline_s: float,
+        gather_ms: int,
+        group: int,
+        expect: bool,
+        prefix: Prefix,
+    ) -> Call[list[Block | None]]:
         results = yield from self._get(
             namespace, keys, deadline_s, gather_ms, group, expect, prefix
         )

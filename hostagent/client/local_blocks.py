@@ -95,9 +95,11 @@ class LocalBlocks:
         self._told[namespace] = meaning
 
     def meaning(self, namespace: int) -> int | None:
-        """What the agent said that a number means, 0 where it said nothing; None where its blocks
-        are not to be looked up."""
-        return self._told.get(namespace, 0) if self._readable(namespace) else None
+        """What the agent said that a number means, 0 where it said nothing; None where it cannot
+        be looked up. Whether it may be, only the index says."""
+        if self.given_up or not 0 <= namespace < shared.NAMESPACES:
+            return None
+        return self._told.get(namespace, 0)
 
     def resumed(self) -> None:
         """Another agent has taken the index over, and knows our region."""
@@ -122,8 +124,10 @@ class LocalBlocks:
                     else:
                         for key in keys:
                             found.append(self._take(namespace, key))
+                    if not any(found):
+                        return found
                     # What it means, and whether we are heard, may have changed meanwhile.
-                    if not any(found) or self._readable(namespace):
+                    if self._readable(namespace):
                         self._tell(found)
                         return found
             except ValueError:
@@ -245,9 +249,8 @@ class LocalBlocks:
     def _find(self, namespace: int, key: bytes) -> _Place | None:
         high, low = shared.KEY_HALVES.unpack(key)
         tag = key[WORD_BYTES:] if low else shared.tag_of(low).to_bytes(WORD_BYTES, "little")
-        mixed = shared.mixed(namespace, high, low)
-        bits, raw = self._bits, self._raw
-        for bucket in (shared.first_bucket(mixed, bits), shared.second_bucket(mixed, bits)):
+        raw = self._raw
+        for bucket in shared.two_buckets(namespace, high, low, self._bits):
             start = shared.TAGS_OFFSET + bucket * shared.BUCKET_BYTES
             tags = bytes(raw[start : start + shared.BUCKET_BYTES])
             at = tags.find(tag)

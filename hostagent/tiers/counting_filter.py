@@ -38,8 +38,8 @@ class CountingFilter:
         """The counters."""
 
     def _counters_of(self, block: BlockId) -> tuple[int, int]:
-        mixed = shared.mixed(block.namespace, *shared.KEY_HALVES.unpack(block.key))
-        return shared.first_bucket(mixed, self.bits), shared.second_bucket(mixed, self.bits)
+        high, low = shared.KEY_HALVES.unpack(block.key)
+        return shared.two_buckets(block.namespace, high, low, self.bits)
 
     def add(self, block: BlockId) -> None:
         """A block lies there, once more than before."""

@@ -89,9 +89,7 @@ class Index:
         pinned, or 0 where there is no slot for it."""
         high, low = shared.KEY_HALVES.unpack(block.key)
         tags = self._words
-        mixed = shared.mixed(block.namespace, high, low)
-        for bucket_of in (shared.first_bucket, shared.second_bucket):
-            bucket = bucket_of(mixed, self._bits)
+        for bucket in shared.two_buckets(block.namespace, high, low, self._bits):
             first = bucket * SLOTS_A_BUCKET
             at = self._tags_word + first
             for number, tag in enumerate(tags[at : at + SLOTS_A_BUCKET].tolist()):
@@ -163,11 +161,9 @@ class Index:
     def find(self, block: BlockId) -> Iterator[int]:
         """The slots that have the tag of a block, and in which it may lie."""
         high, low = shared.KEY_HALVES.unpack(block.key)
-        mixed = shared.mixed(block.namespace, high, low)
         tag = shared.tag_of(low)
-        for bucket_of in (shared.first_bucket, shared.second_bucket):
-            first = bucket_of(mixed, self._bits) * SLOTS_A_BUCKET
-            for slot in self.slots_in_use(first, SLOTS_A_BUCKET):
+        for bucket in shared.two_buckets(block.namespace, high, low, self._bits):
+            for slot in self.slots_in_use(bucket * SLOTS_A_BUCKET, SLOTS_A_BUCKET):
                 if self._words[self._tags_word + slot] == tag:
                     yield slot
 

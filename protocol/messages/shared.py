@@ -80,24 +80,14 @@ _BY_LOW: Final = 0xC2B2AE3D27D4EB4F
 _BY_NAMESPACE: Final = 0xFF51AFD7ED558CCD
 _WORD: Final = (1 << 64) - 1
 MULTIPLIERS: Final = (_SPREAD, _SPREAD_AGAIN, _BY_LOW, _BY_NAMESPACE)
-"""Of `mixed`, for those who compute many at once: `mixed`'s own first, then of the second
-bucket."""
+"""Of `two_buckets`, for those who compute many at once: of the hash, then of the second bucket."""
 
 
-def mixed(namespace: int, high: int, low: int) -> int:
-    """64 bits of a block's name, from which its buckets follow; `high` and `low` are its key's
-    halves."""
-    return (high + low * _BY_LOW + namespace * _BY_NAMESPACE) * _SPREAD & _WORD
-
-
-def first_bucket(mixed: int, bits: int) -> int:
-    """The bucket, of 2^bits, in which a block lies where there is room."""
-    return mixed >> (64 - bits)
-
-
-def second_bucket(mixed: int, bits: int) -> int:
-    """The bucket in which it lies where the first was full."""
-    return (mixed * _SPREAD_AGAIN & _WORD) >> (64 - bits)
+def two_buckets(namespace: int, high: int, low: int, bits: int) -> tuple[int, int]:
+    """The bucket, of 2^bits, in which a block lies where there is room, and the one in which it
+    lies where that was full; `high` and `low` are its key's halves."""
+    mixed = (high + low * _BY_LOW + namespace * _BY_NAMESPACE) * _SPREAD & _WORD
+    return mixed >> (64 - bits), (mixed * _SPREAD_AGAIN & _WORD) >> (64 - bits)
 
 
 def tag_of(low: int) -> int:

@@ -34,8 +34,8 @@ def key_of(number: int) -> bytes:
 
 def buckets_of(key: bytes, bits: int) -> tuple[int, int]:
     """Of a block of namespace 1."""
-    mixed = shared.mixed(1, *shared.KEY_HALVES.unpack(key))
-    return shared.first_bucket(mixed, bits), shared.second_bucket(mixed, bits)
+    high, low = shared.KEY_HALVES.unpack(key)
+    return shared.two_buckets(1, high, low, bits)
 
 
 class Side:
