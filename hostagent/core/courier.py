@@ -111,6 +111,7 @@ _NODES: Final = 1 << 16
 """Nodes have indices of 16 bits."""
 _READ_LEAD: Final = 64
 """Bytes in front of the READ, for whatever it is wrapped in."""
+_SOURCE_AT: Final = ctypes_of(courier.Landing).source.offset
 
 
 assert courier.RECORDS * RECORD.size <= MOMENT_BYTES
@@ -826,21 +827,20 @@ class Courier:
         self._ready_bytes += copy.reserved_bytes
         of = self._namespaces[size.namespace]
         of.ready_bytes += copy.reserved_bytes
+        segments = CELLS.segments_of(copy.size_bytes)  # of larger chunks there are fewer
+        bitmap = self._missing.get(number)
+        if bitmap is None or len(bitmap) < segments:
+            bitmap = self._missing[number] = (ctypes.c_uint64 * segments)()
         landing = self._landings[number]
+        address, missing = self._arena_address + copy.offset, ctypes.addressof(bitmap)
         landing.namespace = copy.block.namespace
         landing.size = copy.size_bytes
         landing.likely = of.last is size
         landing.offset = copy.offset
-        landing.address = self._arena_address + copy.offset
-        segments = CELLS.segments_of(copy.size_bytes)  # of larger chunks there are fewer
-        self._missing[number] = (ctypes.c_uint64 * segments)()
-        landing.missing = ctypes.addressof(self._missing[number])
-        self._requester.placement.aim(
-            landing.copy,
-            landing.address,
-            landing.missing,
-            ctypes.addressof(landing) + type(landing).source.offset,
-        )
+        landing.address = address
+        landing.missing = missing
+        source = ctypes.addressof(landing) + _SOURCE_AT
+        self._requester.placement.aim(landing.copy, address, missing, source)
         landing.state = courier.LANDING_FREE
 
     def _take_place(self, number: int) -> tuple[Copy, _Size]:
@@ -883,23 +883,26 @@ class Courier:
         self._requester.counters.reads_partial += mine.repairs
         mine.repairs = 0
         landed: Copy | None = None
+        spare: Copy | None = None
+        """One that nobody holds who has asked for it; pinned, until all have it."""
         touched = set()
         view = self._records_view[: count * RECORD.size]
         for told in map(Told._make, RECORD.iter_unpack(bytes(view))):
             touched.add(told.client)
             if told.kind in (courier.LANDED, courier.JOINED):
                 if told.kind == courier.LANDED:
-                    if landed is not None:
-                        self._store.unpin(landed)
+                    if spare is not None:
+                        self._store.unpin(spare)
                     landed = self._landed(now, told)
-                assert landed is not None  # and pinned, until all have it
+                    spare = landed if told.client == NOBODY else None
+                assert landed is not None
                 self._give(told, landed)
             elif told.kind == courier.RELEASED:
                 self._holders[told.client].returned(told.handle)
             else:
                 self._failed(now, told)
-        if landed is not None:
-            self._store.unpin(landed)
+        if spare is not None:
+            self._store.unpin(spare)
         # An agent that comes after finds none of them: all stand in the ledger.
         ctypes.memset(mine.records, 0, count * RECORD.size)
         mine.record_count = mine.landed = 0
@@ -974,7 +977,8 @@ class Courier:
             self.counters.unasked += 1
         else:
             self.counters.given += 1
-            self._store.pin(copy)
+            if told.kind == courier.JOINED:
+                self._store.pin(copy)
             self._holders[told.client].given(told.handle, copy)
 
     def _failed(self, now: float, told: Told) -> None:

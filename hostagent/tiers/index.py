@@ -88,24 +88,23 @@ class Index:
         """Enter a copy, which takes `reserved_bytes` of the arena; the cell by which it can be
         pinned, or 0 where there is no slot for it."""
         high, low = shared.KEY_HALVES.unpack(block.key)
-        tags = self._words
+        words = self._words
         for bucket in shared.two_buckets(block.namespace, high, low, self._bits):
             first = bucket * SLOTS_A_BUCKET
             at = self._tags_word + first
-            for number, tag in enumerate(tags[at : at + SLOTS_A_BUCKET].tolist()):
+            for number, tag in enumerate(words[at : at + SLOTS_A_BUCKET].tolist()):
+                if tag:
+                    continue
                 slot = first + number
-                word = (self._entries + slot * ENTRY_BYTES) // WORD_BYTES
-                generation = self._words[word]
-                if tag or generation >= shared.LAST_GENERATION:
+                generation = words[(self._entries + slot * ENTRY_BYTES) // WORD_BYTES]
+                if generation >= shared.LAST_GENERATION:
                     continue
                 generation += generation & 1  # whoever wrote here before has died at it
                 self.commits += 1
-                fields = FIELDS.pack(
-                    *(high, low, offset, digest, self.commits),
-                    *(size_bytes, block.namespace, shared.HELD, reserved_bytes),
-                )
+                entry = high, low, offset, digest, self.commits, size_bytes, block.namespace
+                fields = FIELDS.pack(*entry, shared.HELD, reserved_bytes)
                 self._change(slot, generation, fields)
-                tags[at + number] = shared.tag_of(low)
+                words[at + number] = shared.tag_of(low)
                 return shared.cell_of(slot, generation + 2)
         return 0
 
@@ -123,11 +122,12 @@ class Index:
 
     def _change(self, slot: int, generation: int, fields: bytes) -> None:
         """Write an entry, odd while that lasts."""
-        start = self._entries + slot * ENTRY_BYTES
-        self._words[start // WORD_BYTES] = generation + 1
+        start, words = self._entries + slot * ENTRY_BYTES, self._words
+        word = start // WORD_BYTES
+        words[word] = generation + 1
         self.memory[start + WORD_BYTES : start + ENTRY_BYTES] = fields
-        self._words[self._checks_word + slot] = _check_of(slot, generation + 2, fields)
-        self._words[start // WORD_BYTES] = generation + 2
+        words[self._checks_word + slot] = _check_of(slot, generation + 2, fields)
+        words[word] = generation + 2
 
     # --- what another agent has left --------------------------------------------------------------
 
