@@ -34,6 +34,7 @@ _TRIES: Final = 3
 _LEAST_FOR_NUMPY: Final = 24
 _MOST_WITHOUT_NUMPY: Final = 64
 """Keys of a longer question take a plain loop more time (1.5 us each) than to ask the agent."""
+_WORD: Final = (1 << 64) - 1
 _NAMESPACE_WORDS: Final = shared.NAMESPACES_OFFSET // WORD_BYTES
 
 
@@ -305,29 +306,32 @@ class _Table:
         self._tags = words[tags:entries].reshape(buckets, shared.SLOTS_A_BUCKET)
         self._entries = words[entries:].reshape(-1, ENTRY_BYTES // WORD_BYTES)
         self._shift = numpy.uint64(64 - bits)
+        self._again = numpy.uint64(shared.MULTIPLIERS[1])
 
     def may_be_there(self, namespace: int, keys: Sequence[bytes]) -> list[int]:
         """The positions of those that have their tag in one of their buckets."""
         numpy = self._numpy
-        spread, again, by_low, by_namespace = map(numpy.uint64, shared.MULTIPLIERS)
         halves = numpy.frombuffer(b"".join(keys), numpy.uint64).reshape(-1, 2)
-        high, low = halves[:, 0], halves[:, 1]
-        of_namespace = numpy.array([namespace], numpy.uint64) * by_namespace
-        mixed = (high + low * by_low + of_namespace) * spread
-        wanted = numpy.where(low == 0, numpy.uint64(shared.tag_of(0)), low)[:, None]
-        first = self._tags[(mixed >> self._shift).astype(numpy.intp)]
-        second = self._tags[(mixed * again >> self._shift).astype(numpy.intp)]
-        there = (first == wanted).any(axis=1) | (second == wanted).any(axis=1)
-        return list(there.nonzero()[0].tolist())
+        low = halves[:, 1]
+        mixed = self._mixed(namespace, halves[:, 0], low)
+        buckets = numpy.array((mixed, mixed * self._again)) >> self._shift
+        wanted = low + (low == 0) * numpy.uint64(shared.tag_of(0))
+        there = self._tags[buckets.astype(numpy.intp)] == wanted[:, None]
+        return list(there.any(axis=(0, 2)).nonzero()[0].tolist()) if there.any() else []
+
+    def _mixed(self, namespace: int, high: Any, low: Any) -> Any:
+        """The hashes of keys of which these are the halves (`shared.two_buckets`)."""
+        numpy = self._numpy
+        spread, _, by_low, by_namespace = shared.MULTIPLIERS
+        of_namespace = numpy.uint64(namespace * by_namespace & _WORD)
+        return (high + low * numpy.uint64(by_low) + of_namespace) * numpy.uint64(spread)
 
     def not_found(self, namespace: int, chain: bytes) -> list[int]:
         """The positions of those that are not, or not for certain, in their first buckets."""
         numpy = self._numpy
-        spread, _, by_low, by_namespace = map(numpy.uint64, shared.MULTIPLIERS)
         halves = numpy.frombuffer(chain, numpy.uint64).reshape(-1, 2)
         high, low = halves[:, 0], halves[:, 1]
-        of_namespace = numpy.array([namespace], numpy.uint64) * by_namespace
-        buckets = ((high + low * by_low + of_namespace) * spread >> self._shift).astype(numpy.intp)
+        buckets = (self._mixed(namespace, high, low) >> self._shift).astype(numpy.intp)
         wanted = numpy.where(low == 0, numpy.uint64(shared.tag_of(0)), low)
         columns = (self._tags[buckets] == wanted[:, None]).argmax(axis=1)
         slots = buckets * shared.SLOTS_A_BUCKET + columns
