@@ -23,7 +23,7 @@ from kvcast.hostagent.client.conversation import RETRY_S, Conversation
 from kvcast.protocol.links.backoff import Backoff
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.framing import MessageCodec
-from kvcast.protocol.messages.questions import ANSWER, GIVEN
+from kvcast.protocol.messages.questions import ANSWER, ASK_AGENT, GIVEN, PUT_HOME
 from patience import PATIENCE_S
 
 ARENA_BYTES = 1 << 20
@@ -314,6 +314,21 @@ def test_what_an_answer_gives_is_held_before_anybody_has_taken_it() -> None:
     conversation.forget(given)
     assert _held(conversation) == {8}
     assert posted == [local.Release([7])]
+
+
+@pytest.mark.parametrize("of_puts", [[PUT_HOME], [ASK_AGENT, PUT_HOME]])
+def test_an_answer_that_is_of_a_get_and_of_a_put_is_not_understood(of_puts: list[int]) -> None:
+    conversation = Conversation(lambda _: None)
+    answer = b"".join(ANSWER.pack(of, 0, 0, 3, 9, 0, 10, 5) for of in [GIVEN, *of_puts])
+    with pytest.raises(AgentGoneError, match="not understood"):
+        conversation.heard_of_courier(answer)
+
+
+def test_an_answer_that_leaves_all_to_the_agent_is_none() -> None:
+    conversation = Conversation(lambda _: None)
+    answer = ANSWER.pack(ASK_AGENT, 0, 0, 3, 0, 0, 0, 0)
+    assert conversation.heard_of_courier(answer) == (3, None)
+    assert conversation.heard_of_courier(2 * answer) == (3, None)
 
 
 def test_of_what_is_said_to_be_of_a_prefix_the_agent_is_asked_who_remembers_that() -> None:

@@ -526,6 +526,18 @@ def test_the_index_keeps_what_a_later_agent_needs_to_know() -> None:
     assert (digest, commits, namespace, state) == (8, 1, 1, shared.HELD)
 
 
+def test_a_number_that_no_namespace_has_means_nothing() -> None:
+    node = Node()
+    client = node.client()
+    node.put(1)
+    for number in (-1, shared.NAMESPACES):
+        assert client.blocks.meaning(number) is None
+        assert client.blocks.take(number, [key_of(1)]) == [None]
+    assert client.blocks.meaning(1) is not None
+    client.blocks.close()
+    assert client.blocks.meaning(1) is None
+
+
 def test_a_client_that_another_thread_closes_finds_nothing_and_raises_nothing() -> None:
     node = Node()
     for where in ("_find", "_settle", "_tell"):
