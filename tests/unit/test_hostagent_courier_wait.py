@@ -327,7 +327,7 @@ def test_what_an_answered_client_says_next_is_heard_before_python_hears_of_anyth
         theirs = made.driver.add(session)
         assert theirs is not None
         with theirs:
-            for number in (1, 2):  # of a namespace that there is not: answered at once
+            for number in (1, 2, 3):  # of a namespace that there is not: answered at once
                 theirs.send(QUESTION.pack(GET, 9, 100, number, bytes(wire.KEY_BYTES), 0))
             made.stand.courier._courier.wished = 1  # which is Python's, and no reason to wait
             made.driver.wait(None)
@@ -337,6 +337,8 @@ def test_what_an_answered_client_says_next_is_heard_before_python_hears_of_anyth
                 (ASK_AGENT, 1),
                 (ASK_AGENT, 2),
             ]
+            with pytest.raises(BlockingIOError):  # Python's turn comes, whatever is said
+                theirs.recv(ANSWER.size)
 
 
 def _sleeps() -> int:
