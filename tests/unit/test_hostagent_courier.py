@@ -623,6 +623,20 @@ def test_of_many_sizes_the_last_have_landing_places() -> None:
     stand.end()
 
 
+def test_a_landing_place_has_a_bit_for_each_chunk_whatever_it_was_for_before() -> None:
+    stand = Stand()
+    courier = stand.courier
+    for size_bytes in (100, 5 * SEGMENT_BYTES, 100):
+        learn(stand, size_bytes)
+        assert any(copy.size_bytes == size_bytes for copy in courier._places.values())
+        for number, copy in courier._places.items():
+            bitmap = courier._missing[number]
+            assert len(bitmap) >= CELLS.segments_of(copy.size_bytes)
+            assert courier._landings[number].missing == ctypes.addressof(bitmap)
+        courier.give_room_back()
+    stand.end()
+
+
 def test_of_many_namespaces_the_last_have_landing_places() -> None:
     stand = Stand()
     for namespace in range(MAX_SIZES + 3):
