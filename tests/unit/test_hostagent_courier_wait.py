@@ -341,6 +341,20 @@ def test_what_an_answered_client_says_next_is_heard_before_python_hears_of_anyth
                 theirs.recv(ANSWER.size)
 
 
+def test_python_hears_at_once_where_an_answered_client_says_nothing_more() -> None:
+    with bed() as made:
+        (session, *_) = made.stand.sessions
+        theirs = made.driver.add(session)
+        assert theirs is not None
+        with theirs:
+            theirs.send(QUESTION.pack(GET, 9, 100, 1, bytes(wire.KEY_BYTES), 0))
+            made.stand.courier._courier.wished = 1
+            waiting: Any = made.driver._waiting
+            waiting.soon_vain = 9  # nobody is watched for
+            assert made.driver.wait(None) == []
+            assert ANSWER.unpack(theirs.recv(ANSWER.size))[0] == ASK_AGENT
+
+
 def _sleeps() -> int:
     """How often this thread has given its processor up to wait for something."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
