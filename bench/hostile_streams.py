@@ -60,7 +60,8 @@ class HostileStream:
         with socket.socket(self._family, socket.SOCK_STREAM) as sock:
             sock.setblocking(False)
             try:
-                await asyncio.wait_for(loop.sock_connect(sock, self._address), _PATIENCE_S)
+                async with asyncio.timeout(_PATIENCE_S):
+                    await loop.sock_connect(sock, self._address)
             except (OSError, TimeoutError) as error:
                 self.outcomes[f"not connected ({type(error).__name__})"] += 1
                 return 0
@@ -83,7 +84,8 @@ class HostileStream:
                 sent += sock.send(view[sent:])
             except BlockingIOError:
                 try:
-                    await asyncio.wait_for(loop.sock_sendall(sock, view[sent:]), _PATIENCE_S)
+                    async with asyncio.timeout(_PATIENCE_S):
+                        await loop.sock_sendall(sock, view[sent:])
                 except (OSError, TimeoutError):
                     return sent
                 return len(payload)
@@ -111,7 +113,8 @@ class HostileStream:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                data = await asyncio.wait_for(loop.sock_recv(sock, 65536), silence_s)
+                async with asyncio.timeout(silence_s):
+                    data = await loop.sock_recv(sock, 65536)
             except TimeoutError:
                 return SILENT
             except OSError:
@@ -171,7 +174,8 @@ class LocalHostiles(HostileStream):
                 writer.write(codec.encode(message))
                 answered = False
                 while not answered:
-                    data = await asyncio.wait_for(reader.read(65536), _PATIENCE_S)
+                    async with asyncio.timeout(_PATIENCE_S):
+                        data = await reader.read(65536)
                     if not data:
                         raise ConnectionResetError("a well-formed client was cut off")
                     answered = any(True for _ in codec.feed(data))

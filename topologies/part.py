@@ -155,7 +155,9 @@ class Part:
             self.send_signal(signal.SIGTERM)
             self.send_signal(signal.SIGCONT)
             try:
-                await asyncio.wait_for(self._process.wait(), grace_s)
+                # `wait_for` of Python 3.11 hears of no cancellation as the process ends.
+                async with asyncio.timeout(grace_s):
+                    await self._process.wait()
             except TimeoutError:
                 self.send_signal(signal.SIGKILL)
                 await self._process.wait()

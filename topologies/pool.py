@@ -454,7 +454,8 @@ class Pool:
             await new.start()
             await new.wait_ready(timeout_s)
             self.parts[name] = new
-            await asyncio.wait_for(old.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await old.wait()
         except (PartError, TimeoutError) as error:
             raise PoolError(
                 f"{name} was not taken over: {error or 'the old agent stays'}"

@@ -151,7 +151,8 @@ class Witness:
                 fresh = [self._rng.randbytes(16) for _ in range(min(share, count - len(keys)))]
                 failed: set[bytes] = set()
                 try:
-                    client = await asyncio.wait_for(self._links[node].client(), _DEADLINE_S)
+                    async with asyncio.timeout(_DEADLINE_S):
+                        client = await self._links[node].client()
                     blocks = {key: content.block_bytes(key, BLOCK_BYTES) for key in fresh}
                     await client.put(self._namespace, blocks, ack="replicas")
                 except PutError as error:
@@ -168,7 +169,8 @@ class Witness:
         """So that no node holds more than it is assured of."""
         for link in self._links.values():
             with contextlib.suppress(KvcastError, OSError, TimeoutError):
-                await asyncio.wait_for(_drop(link, self._namespace, keys), _DEADLINE_S)
+                async with asyncio.timeout(_DEADLINE_S):
+                    await _drop(link, self._namespace, keys)
 
     async def _read(self, node: str, what: str, keys: Sequence[bytes], stop: asyncio.Event) -> None:
         rng = random.Random(self._rng.random())

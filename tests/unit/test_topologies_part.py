@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from kvcast.topologies.part import Part, PartError
@@ -137,6 +138,24 @@ def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     while _is_alive(child):
         assert time.monotonic() < deadline, "the child outlived its parent"
         time.sleep(0.05)
+
+
+async def test_who_stops_a_part_is_cancelled_though_it_ends_at_that_moment(tmp_path: Path) -> None:
+    part = _part(tmp_path, "")
+    ended = asyncio.get_running_loop().create_future()
+
+    async def wait() -> int:
+        return int(await ended)
+
+    process = mock.create_autospec(asyncio.subprocess.Process, instance=True, returncode=None)
+    process.wait = wait
+    part._process = process
+    stopping = asyncio.create_task(part.stop())
+    await asyncio.sleep(0)
+    ended.set_result(0)
+    stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
 
 
 def test_parts_start_whole_from_a_benchmark_that_speaks_grpc() -> None:
