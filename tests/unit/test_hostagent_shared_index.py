@@ -6,6 +6,7 @@ test_shared_index_property.py), processes and descriptors (tests/integration/tes
 
 from __future__ import annotations
 
+import itertools
 import random
 import struct
 from collections.abc import Callable
@@ -524,6 +525,23 @@ def test_the_index_keeps_what_a_later_agent_needs_to_know() -> None:
     assert shared.KEY_HALVES.pack(high, low) == key_of(7)
     assert (offset, size_bytes, reserved) == (copy.offset, 3000, copy.reserved_bytes)
     assert (digest, commits, namespace, state) == (8, 1, 1, shared.HELD)
+
+
+def test_of_many_those_are_found_that_lie_in_their_second_bucket_or_have_no_low_half() -> None:
+    numpy = pytest.importorskip("numpy")
+    node = Node()
+    client = node.client()
+    bits = buckets_for(ARENA_BYTES).bit_length() - 1
+    client.blocks.table = client_module._Table(numpy, node.memory, bits)
+    of_one = (n for n in itertools.count() if buckets_of(key_of(n), bits)[0] == 5)
+    here = [key_of(n) for n in itertools.islice(of_one, shared.SLOTS_A_BUCKET + 1)]
+    here.append(shared.KEY_HALVES.pack(7, 0))
+    for key in here:
+        node.store.commit(node.store.reserve(BlockId(1, key), 100), digest=1, home=False)
+    keys = [*here, *(key_of(n) for n in range(10**6, 10**6 + 30))]
+    random.Random(1).shuffle(keys)
+    found = client.blocks.take(1, keys)
+    assert {key for key, one in zip(keys, found, strict=True) if one is not None} == set(here)
 
 
 def test_a_number_that_no_namespace_has_means_nothing() -> None:
