@@ -214,8 +214,6 @@ class Waiting(Struct):
     """After so many more messages none is, since that was in vain."""
     polls: U64
     """Whether it does not sleep."""
-    answered: U64
-    """Whether clients were answered in this round."""
     time: Annotated[Ptr[TimeSpec], Inline(1)]
 
 
@@ -236,7 +234,6 @@ def send_answers(w: Waiting) -> None:
             continue
         who = courier.clients[answer.client]
         if who.state == CLIENT_HERE:
-            w.answered = 1
             size = size_of(Answer) - WORD_BYTES
             if write(w.descriptors[answer.client], address_of(answer) + WORD_BYTES, size) < 0:
                 who.state = CLIENT_GONE
@@ -427,9 +424,7 @@ def wait_for_more(w: Waiting, timeout_ms: I64) -> U32:
     tell_by_ns = 0
     w.stopped = 0
     w.attention = 0
-    again = False
     while True:
-        w.answered = 0
         pause_ms = timeout_ms
         if timeout_ms > 0:
             pause_ms = signed((end_ns - now_ns + _NS_A_MS - 1) // _NS_A_MS)
@@ -464,13 +459,13 @@ def wait_for_more(w: Waiting, timeout_ms: I64) -> U32:
         in_flight = courier.in_flight + pushing.in_flight + lookups.in_flight
         watching = in_flight != 0 and w.vain == 0 and now_ns < watch_until_ns
         soon = now_ns < w.soon_ns and w.attention == 0
-        if give_more(conveyors, now_ns) or watching or soon or again or w.attention != 0:
+        if give_more(conveyors, now_ns) or watching or soon or w.attention != 0:
             pause_ms = signed(0)
         count = wait_for_events(w, pause_ms, now_ns)
         if count < 0:
             return 0
         now_ns = now_of(w)
-        if count == 0 and (watching or soon) and not again:
+        if count == 0 and (watching or soon):
             if watching and now_ns >= watch_until_ns:
                 w.vain = 0 + VAIN_WAITS
             if soon and now_ns >= w.soon_ns:
@@ -521,12 +516,6 @@ def wait_for_more(w: Waiting, timeout_ms: I64) -> U32:
                 kept += 1
         if kept != 0 or w.stopped != 0 or w.attention != 0 or conveyors.attention != 0:
             return kept
-        if w.answered != 0 and not again:
-            # Who was answered may wait for this processor. What is said next is under way while
-            # Python does the books.
-            again = True
-            sched_yield()
-            continue
         if courier.wished != 0 or courier.cut != 0 or giving.given_count >= _GIVEN_ENOUGH:
             return 0
         if courier.record_count >= RECORDS_ENOUGH:
@@ -543,9 +532,8 @@ def wait_for_more(w: Waiting, timeout_ms: I64) -> U32:
             return 0
         if lane.marked_count != 0 or lane.answered_count >= LANE_ENOUGH:
             return 0
-        if count == 0 and untold and not again and giving.ready == 0:
+        if count == 0 and untold and giving.ready == 0:
             return 0
-        again = False
         if timeout_ms >= 0 and now_ns >= end_ns:
             return 0
 

@@ -24,7 +24,6 @@ from kvcast.hostagent.network.courier import CourierDriver, CourierSelector
 from kvcast.hostagent.network.mover import Mover
 from kvcast.protocol.meetings import Meetings
 from kvcast.protocol.messages import roce, wire
-from kvcast.protocol.messages.questions import ANSWER, ASK_AGENT, GET, QUESTION
 from kvcast.protocol.messages.roce import Place
 from kvcast.protocol.messages.shared import REGION_BYTES
 from kvcast.protocol.placement import HELD, Arrived, address_of_buffer
@@ -319,40 +318,6 @@ def test_who_comes_when_there_are_no_descriptors_asks_the_agent_for_everything(
         theirs = made.driver.add(session)
         assert theirs is not None
         theirs.close()
-
-
-def test_what_an_answered_client_says_next_is_heard_before_python_hears_of_anything() -> None:
-    with bed() as made:
-        (session, *_) = made.stand.sessions
-        theirs = made.driver.add(session)
-        assert theirs is not None
-        with theirs:
-            for number in (1, 2, 3):  # of a namespace that there is not: answered at once
-                theirs.send(QUESTION.pack(GET, 9, 100, number, bytes(wire.KEY_BYTES), 0))
-            made.stand.courier._courier.wished = 1  # which is Python's, and no reason to wait
-            made.driver.wait(None)
-            theirs.setblocking(False)
-            answers = [ANSWER.unpack(theirs.recv(2 * ANSWER.size)) for _ in range(2)]
-            assert [(status, number) for status, _, _, number, *_ in answers] == [
-                (ASK_AGENT, 1),
-                (ASK_AGENT, 2),
-            ]
-            with pytest.raises(BlockingIOError):  # Python's turn comes, whatever is said
-                theirs.recv(ANSWER.size)
-
-
-def test_python_hears_at_once_where_an_answered_client_says_nothing_more() -> None:
-    with bed() as made:
-        (session, *_) = made.stand.sessions
-        theirs = made.driver.add(session)
-        assert theirs is not None
-        with theirs:
-            theirs.send(QUESTION.pack(GET, 9, 100, 1, bytes(wire.KEY_BYTES), 0))
-            made.stand.courier._courier.wished = 1
-            waiting: Any = made.driver._waiting
-            waiting.soon_vain = 9  # nobody is watched for
-            assert made.driver.wait(None) == []
-            assert ANSWER.unpack(theirs.recv(ANSWER.size))[0] == ASK_AGENT
 
 
 def _sleeps() -> int:
