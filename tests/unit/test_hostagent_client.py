@@ -331,6 +331,16 @@ def test_an_answer_that_leaves_all_to_the_agent_is_none() -> None:
     assert conversation.heard_of_courier(2 * answer) == (3, None)
 
 
+def test_what_is_said_of_a_get_of_one_block_is_said_to_the_agent_alone() -> None:
+    conversation = Conversation(lambda _: None)
+    with mock.patch.object(Conversation, "_for_courier", return_value=b"a question"):
+        said: dict[str, Any]
+        for said in ({"gather_ms": 5}, {"group": 3}, {"group": 3, "expect": True}):
+            ask = next(conversation.get(1, KEYS[1:2], **said))
+            assert ask.courier == b""
+            assert {name: getattr(ask.request, name) for name in said} == said
+
+
 def test_of_what_is_said_to_be_of_a_prefix_the_agent_is_asked_who_remembers_that() -> None:
     conversation = Conversation(lambda _: None)
     with mock.patch.object(Conversation, "_for_courier", return_value=b"a question"):
