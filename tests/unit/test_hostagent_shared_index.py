@@ -544,6 +544,24 @@ def test_of_many_those_are_found_that_lie_in_their_second_bucket_or_have_no_low_
     assert {key for key, one in zip(keys, found, strict=True) if one is not None} == set(here)
 
 
+def test_what_is_found_as_the_namespace_is_taken_away_is_not_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = Node()
+    client = node.client()
+    node.put(1)
+    find = client.blocks._take
+
+    def found_too_late(namespace: int, key: bytes) -> Found | None:
+        found = find(namespace, key)
+        node.index.state_namespace(1, 5, readable=False)
+        return found
+
+    monkeypatch.setattr(client.blocks, "_take", found_too_late)
+    assert client.take(1) == [None]
+    assert client.words[shared.CELLS_WORD] == client.words[shared.HITS_WORD] == 0
+
+
 def test_a_number_that_no_namespace_has_means_nothing() -> None:
     node = Node()
     client = node.client()
