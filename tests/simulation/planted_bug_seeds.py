@@ -48,7 +48,7 @@ SEEDS: dict[str, Known] = {
     "the only home of a block believes whoever it asks for it": Known(147, 9, 147),
     "a put is acknowledged before any home has it": Known(1, 1, 1),
     "a get waits for the fetch that it joined, beyond its own deadline": Known(1, 1, 2),
-    "a restarted agent believes its old index without looking at the bytes": Known(390, 14, 390),
+    "a restarted agent believes its old index without looking at the bytes": Known(997, 29, 997),
     "a restarted agent believes entries that do not prove themselves": Known(383, 15, 383),
     "what a connection held when it broke is never given back": Known(12, 12, 88),
     "the second piece of a block that comes by TCP is written over the first": Known(19, 19, 19),
