@@ -279,7 +279,8 @@ class _Attack:
         try:
             self._fresh += 1
             fresh = [chain(b"hostile-fresh", (self._fresh, number)) for number in range(2)]
-            await asyncio.wait_for(self._put(0, fresh), 30)
+            async with asyncio.timeout(30):
+                await self._put(0, fresh)
             keys = self.keys + fresh
             wrong = await wrong_bytes_of(self.links[1], self.namespace, keys)
             for key, count in zip(keys, wrong, strict=True):

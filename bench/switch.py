@@ -284,7 +284,8 @@ async def _connected(address: str, options: fy.SwitchOptions) -> AsyncIterator[f
         ready.set()
 
     async with fy.Switch("bench", address, options(ready_handler=is_ready)) as client:
-        await asyncio.wait_for(ready.wait(), _START_TIMEOUT_S)
+        async with asyncio.timeout(_START_TIMEOUT_S):
+            await ready.wait()
         yield client
 
 

@@ -41,10 +41,10 @@ class NetworkOptions:
     tunnel: tuple[tuple[str, int], tuple[str, int]] | None = None
     """(local, peer) addresses of a tunnel to a software switch; None = kernel UDP on `ip`."""
     udp_segments: bool = False
-    polls: bool = False
-    """Whether the agent looks for frames and questions all the time, and never sleeps."""
     """Without a tunnel: let the kernel or the network card split runs of frames (UDP_SEGMENT). On a
     veth pair whose other end a switch in software reads by AF_PACKET they would stay unsplit."""
+    polls: bool = False
+    """Whether the agent looks for frames and questions all the time, and never sleeps."""
     buffer_bytes: int = 8 << 20
     """Socket buffers to ask the kernel for."""
     mtu_bytes: int = 0

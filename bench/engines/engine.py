@@ -94,7 +94,8 @@ class Engine:
             assert process.stdin is not None
             process.stdin.close()
             try:
-                await asyncio.wait_for(process.wait(), _GRACE_S)
+                async with asyncio.timeout(_GRACE_S):
+                    await process.wait()
             except TimeoutError:
                 process.kill()
                 await process.wait()
@@ -102,7 +103,8 @@ class Engine:
     async def _line(self, timeout_s: float) -> dict[str, Any]:
         assert self._process.stdout is not None
         try:
-            line = await asyncio.wait_for(self._process.stdout.readline(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                line = await self._process.stdout.readline()
         except TimeoutError:
             line = b""
         if not line:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from kvcast.topologies.namespaces import (
     NamespaceNetwork,
@@ -28,11 +28,11 @@ READER_SIDE, HOLDER_SIDE = 0, 1
 """Indices of the hosts of `STAR`."""
 STAR = Star.of(2)
 _BULK_PORT = 9700
-Processors = tuple[list[int], list[int]]
+Processors: TypeAlias = tuple[list[int], list[int]]
 """By side, the numbers of those that are its own."""
 
 
-def halves() -> tuple[list[int], list[int]] | None:
+def halves() -> Processors | None:
     """This machine's processors, half of them for each side; None where there is only one, or no
     `taskset`."""
     processors = sorted(os.sched_getaffinity(0))

@@ -95,7 +95,8 @@ class WorkerProcess:
         assert process.stdin is not None
         process.stdin.close()
         try:
-            await asyncio.wait_for(process.wait(), _GRACE_S)
+            async with asyncio.timeout(_GRACE_S):
+                await process.wait()
         except TimeoutError:
             self._signal(signal.SIGKILL)
             await process.wait()

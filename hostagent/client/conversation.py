@@ -576,7 +576,9 @@ class Conversation:
         """
         if len(keys) == 1 and not (gather_ms or group or expect or prefix):
             return self._get_one(namespace, keys, deadline_s)
-        return self._get_blocks(namespace, keys, deadline_s, gather_ms, group, expect, prefix)
+        return self._blocks_of(
+            self._get(namespace, keys, deadline_s, gather_ms, group, expect, prefix)
+        )
 
     def _get_one(
         self, namespace: int, keys: Sequence[bytes], deadline_s: float
@@ -597,19 +599,8 @@ class Conversation:
                 result = self._block(checked[0], found, self._release, self._dropped)
         return [cast(Block | None, result)]
 
-    def _get_blocks(
-        self,
-        namespace: int,
-        keys: Sequence[bytes],
-        deadline_s: float,
-        gather_ms: int,
-        group: int,
-        expect: bool,
-        prefix: Prefix,
-    ) -> Call[list[Block | None]]:
-        results = yield from self._get(
-            namespace, keys, deadline_s, gather_ms, group, expect, prefix
-        )
+    def _blocks_of(self, call: Call[list[_Result]]) -> Call[list[Block | None]]:
+        results = yield from call
         return [result if type(result) is Block else None for result in results]
 
     def get_outcomes(

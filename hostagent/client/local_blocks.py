@@ -311,28 +311,26 @@ class _Table:
     def may_be_there(self, namespace: int, keys: Sequence[bytes]) -> list[int]:
         """The positions of those that have their tag in one of their buckets."""
         numpy = self._numpy
-        halves = numpy.frombuffer(b"".join(keys), numpy.uint64).reshape(-1, 2)
-        low = halves[:, 1]
-        mixed = self._mixed(namespace, halves[:, 0], low)
+        _, _, wanted, mixed = self._parts_of(namespace, b"".join(keys))
         buckets = numpy.array((mixed, mixed * self._again)) >> self._shift
-        wanted = low + (low == 0) * numpy.uint64(shared.tag_of(0))
         there = self._tags[buckets.astype(numpy.intp)] == wanted[:, None]
         return list(there.any(axis=(0, 2)).nonzero()[0].tolist()) if there.any() else []
 
-    def _mixed(self, namespace: int, high: Any, low: Any) -> Any:
-        """The hashes of keys of which these are the halves (`shared.two_buckets`)."""
+    def _parts_of(self, namespace: int, chain: bytes) -> tuple[Any, Any, Any, Any]:
+        """Of keys in a row: both halves, tags, and hashes (as in `shared.two_buckets`)."""
         numpy = self._numpy
         spread, _, by_low, by_namespace = shared.MULTIPLIERS
+        halves = numpy.frombuffer(chain, numpy.uint64).reshape(-1, 2)
+        high, low = halves[:, 0], halves[:, 1]
         of_namespace = numpy.uint64(namespace * by_namespace & _WORD)
-        return (high + low * numpy.uint64(by_low) + of_namespace) * numpy.uint64(spread)
+        mixed = (high + low * numpy.uint64(by_low) + of_namespace) * numpy.uint64(spread)
+        return high, low, low + (low == 0) * numpy.uint64(shared.tag_of(0)), mixed
 
     def not_found(self, namespace: int, chain: bytes) -> list[int]:
         """The positions of those that are not, or not for certain, in their first buckets."""
         numpy = self._numpy
-        halves = numpy.frombuffer(chain, numpy.uint64).reshape(-1, 2)
-        high, low = halves[:, 0], halves[:, 1]
-        buckets = (self._mixed(namespace, high, low) >> self._shift).astype(numpy.intp)
-        wanted = numpy.where(low == 0, numpy.uint64(shared.tag_of(0)), low)
+        high, low, wanted, mixed = self._parts_of(namespace, chain)
+        buckets = (mixed >> self._shift).astype(numpy.intp)
         columns = (self._tags[buckets] == wanted[:, None]).argmax(axis=1)
         slots = buckets * shared.SLOTS_A_BUCKET + columns
         generations = self._entries[slots, 0]

@@ -91,13 +91,12 @@ class FakeStore:
         self.holder = InProcess(**options)
         self.readers = [InProcess(**options) for _ in range(2)]
         self.stopped = False
-        self.turns: list[str] = []
 
     def pause(self) -> None:
-        self.turns.append("pause")
+        pass
 
     def resume(self) -> None:
-        self.turns.append("resume")
+        pass
 
     async def stop(self) -> None:
         self.stopped = True
