@@ -23,6 +23,7 @@ from kvcast.hostagent.object_stores import ColdError
 from kvcast.hostagent.supervisor import Place, supervise
 from kvcast.hostagent.tiers.arena import ArenaError
 from kvcast.hostagent.tiers.ssd.layout import SsdError
+from kvcast.hostagent.time_slice import take_long_slices
 from kvcast.service.addresses import format_host_port
 from kvcast.service.garbage import spare_what_stays
 from kvcast.service.logs import setup_logging
@@ -56,6 +57,7 @@ async def run(setup: Setup, place: Place | None = None) -> int:
     """Run an agent until a signal; the exit status. `place`: what stands already, and whoever
     watches over it."""
     flags = setup.flags
+    take_long_slices()
     stop = stop_event(asyncio.get_running_loop())
     if setup.credentials is not None:
         reload_on_hangup(asyncio.get_running_loop(), setup.credentials.refresh)

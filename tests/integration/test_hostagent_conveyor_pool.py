@@ -16,8 +16,10 @@ from kvcast.bench.incast import home_keys
 from kvcast.bench.processor_time import processor_time_s
 from kvcast.hostagent import membarrier
 from kvcast.hostagent.client import AsyncClient, KvcastError
+from kvcast.hostagent.time_slice import SLICE_NS
 from kvcast.topologies.pool import Pool
-from two_agents import HOME, PATIENCE_S, TwoClients, content_of, on_a_pool, on_clients
+from scheduling import scheduling_of
+from two_agents import HOME, OTHER, PATIENCE_S, TwoClients, content_of, on_a_pool, on_clients
 
 pytestmark = pytest.mark.skipif(
     not membarrier.available(), reason="no membarrier(2), or not x86-64"
@@ -224,3 +226,11 @@ def test_agents_that_poll_take_a_processor_while_nothing_happens_and_serve_all_t
         time.sleep(0.05)
     for key, size_bytes in zip(keys, [30_000, 300_000] * 6, strict=False):
         engines.put_and_look(key, size_bytes)
+
+
+@on_clients(Engines)
+def test_agents_give_way_to_whoever_wakes(engines: Engines, keys: list[bytes]) -> None:
+    for node in (HOME, OTHER):
+        pid = engines.pool.pids[node]
+        assert pid is not None
+        assert scheduling_of(pid).slice_ns == SLICE_NS
