@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from operator import add
 from typing import Final, NamedTuple, TypeAlias
 
+import msgspec
 from kvcast.hostagent.client.errors import AgentGoneError, ReleasedError
 from kvcast.hostagent.mapping import SharedMapping
 from kvcast.protocol.messages.wire import digest_of
@@ -21,7 +23,7 @@ GRANULE_BYTES: Final = 64 * 1024
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
-class Block:
+class Block(msgspec.Struct, eq=False, weakref=True):
     """A block in the arena of this node, pinned until `release`.
 
     Use it as a context manager, or call `release`. A block that is dropped without is a
@@ -35,33 +37,19 @@ class Block:
     (TCP).
     """
 
-    __slots__ = (
-        "_data", "_dropped", "_held_by", "_is_shown", "_release", "digest", "key", "size_bytes",
-        "tier",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        key: bytes,
-        data: memoryview,
-        digest: int,
-        tier: str,
-        release: Callable[..., None],
-        dropped: Callable[..., bool],
-        *held_by: int,
-    ) -> None:
-        """`release` is called with `held_by`, once. In its place, where the block is dropped,
-        `dropped` is, in any thread: with whether it may be let go of, and `held_by`. It says
-        whether the block was held until then."""
-        self.key = key
-        self.size_bytes = len(data)
-        self.digest = digest
-        self.tier = tier
-        self._data: memoryview | None = data
-        self._is_shown = False
-        self._release = release
-        self._dropped = dropped
-        self._held_by = held_by
+    # msgspec makes a hundred of them in a third of the time that an __init__ takes.
+    key: bytes
+    size_bytes: int
+    digest: int
+    tier: str
+    _data: memoryview | None
+    _release: Callable[..., None]
+    """Called with `_held_by`, once."""
+    _dropped: Callable[..., bool]
+    """In its place, where the block is dropped, in any thread: with whether it may be let go of,
+    and `_held_by`. It says whether the block was held until then."""
+    _held_by: tuple[int, ...]
+    _is_shown: bool = False
 
     @property
     def data(self) -> memoryview:
@@ -179,6 +167,13 @@ class Arena:
         if len(view) != size_bytes:
             raise _outside()
         return view
+
+    def read_each(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[memoryview]:
+        """`read` of each, quicker."""
+        ends = list(map(add, offsets, sizes))
+        if max(ends, default=0) > self.size_bytes:
+            raise _outside()
+        return map(self._readable.__getitem__, map(slice, offsets, ends))
 
     def room(self, offset: int, size_bytes: int) -> memoryview:
         """A view to write; AgentGoneError as for `read`."""

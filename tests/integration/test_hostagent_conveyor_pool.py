@@ -98,6 +98,24 @@ def test_many_blocks_come_by_one_question(engines: Engines, keys: list[bytes]) -
 
 
 @on_clients(Engines)
+def test_what_is_here_of_many_blocks_whose_first_and_last_are_not_is_taken_from_here(
+    engines: Engines, keys: list[bytes]
+) -> None:
+    size_bytes = 40_000
+    for key in keys[:30]:
+        engines.put(key, size_bytes)
+    for key in (*keys[:2], *keys[10:13]):  # the first two: there is a conveyor from then on
+        engines.get(key, size_bytes)
+    hits = engines.other.stats()["hits_local_total"]
+    blocks = engines.other.get(engines.namespace, keys[2:30], PATIENCE_S)
+    for key, block in zip(keys[2:30], blocks, strict=True):
+        assert block is not None
+        with block:
+            assert bytes(block.data) == content_of(key, size_bytes)
+    assert engines.other.stats()["hits_local_total"] == hits + 3
+
+
+@on_clients(Engines)
 def test_how_long_a_prefix_is_there_is_counted_by_the_courier(
     engines: Engines, keys: list[bytes]
 ) -> None:

@@ -58,11 +58,13 @@ class Landing:
         digest = digest_of(data) + (not right)
         block = Block(
             b"%16d" % place,
-            data,
+            size_bytes,
             digest,
             "local",
+            data,
             lambda: self.released.append(place),
             lambda _: True,
+            (),
         )
         self.checks.add(place, block)
 

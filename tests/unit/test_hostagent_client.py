@@ -19,7 +19,8 @@ import pytest
 import pytest_asyncio
 from kvcast.hostagent.client import AgentGoneError, AsyncClient, BusyError, Client
 from kvcast.hostagent.client.blocks import Reservation
-from kvcast.hostagent.client.conversation import RETRY_S, Conversation
+from kvcast.hostagent.client.conversation import RETRY_S, SMALL_BYTES, Conversation
+from kvcast.hostagent.client.local_blocks import Found
 from kvcast.protocol.links.backoff import Backoff
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.framing import MessageCodec
@@ -329,6 +330,160 @@ def test_an_answer_that_leaves_all_to_the_agent_is_none() -> None:
     answer = ANSWER.pack(ASK_AGENT, 0, 0, 3, 0, 0, 0, 0)
     assert conversation.heard_of_courier(answer) == (3, None)
     assert conversation.heard_of_courier(2 * answer) == (3, None)
+
+
+def _bring(call: Any, answer: Any) -> Any:
+    """What a call that waits for an answer returns with it."""
+    with pytest.raises(StopIteration) as ended:
+        call.send(answer)
+    return ended.value.value
+
+
+def _with_arena(posted: list[local.Request]) -> tuple[Conversation, bytes]:
+    """A conversation whose courier may be asked, and the bytes of its agent's arena."""
+    conversation = Conversation(posted.append)
+    conversation.has_courier = True
+    content = bytes(range(200)) * 5
+    conversation._arena = mock.Mock(
+        read_each=lambda offsets, sizes: [
+            memoryview(content)[at : at + size] for at, size in zip(offsets, sizes, strict=True)
+        ]
+    )
+    return conversation, content
+
+
+def test_of_many_blocks_the_courier_gives_some_and_the_agent_is_asked_for_the_others() -> None:
+    posted: list[local.Request] = []
+    conversation, content = _with_arena(posted)
+    with mock.patch.object(Conversation, "_for_courier", return_value=b"a question"):
+        call = conversation.get_outcomes(1, KEYS[:5])
+        number = next(call).request.request
+    given = [(0, 0, 5), (2, 40, 7), (1, 100, 300)]  # tier, offset, size
+    answers = [
+        ANSWER.pack(GIVEN, tier, 0, number, 70 + at, offset, size, 500 + at)
+        for at, (tier, offset, size) in enumerate(given)
+    ]
+    answers[1:1] = 2 * [ANSWER.pack(ASK_AGENT, 0, 0, number, 0, 0, 0, 0)]
+    told, got = conversation.heard_of_courier(b"".join(answers))
+    assert (told, _held(conversation)) == (number, {70, 71, 72})
+    rest = call.send(got).request
+    assert isinstance(rest, local.Get)
+    assert rest.keys == KEYS[1:3]
+    from_agent = local.GotBlock(local.OK, "", "ssd", 9, 20, 6, 11)
+    missing = local.GotBlock(local.BUSY, "so many")
+    outcomes = _bring(call, local.Got(rest.request, [missing, from_agent]))
+    assert outcomes[1] == (None, local.BUSY, "so many")
+    blocks = [outcome.block for outcome in outcomes if outcome.block is not None]
+    assert [(block.key, block.tier, block.digest) for block in blocks] == [
+        (KEYS[0], "home", 500),
+        (KEYS[2], "ssd", 11),
+        (KEYS[3], "switch", 501),
+        (KEYS[4], "shared", 502),
+    ]
+    wanted = [content[:5], content[20:26], content[40:47], content[100:400]]
+    assert [bytes(block.data) for block in blocks] == wanted
+    assert [block.size_bytes for block in blocks] == list(map(len, wanted))
+    for block in blocks[::-1]:
+        block.release()
+    # What came together goes back together.
+    assert posted == [local.Release([9]), local.Release([72, 71, 70])]
+
+
+@pytest.mark.parametrize("dropped", [0, 1, 2])
+def test_of_blocks_that_came_together_one_that_is_dropped_is_released_with_what_is_said_next(
+    dropped: int,
+) -> None:
+    posted: list[local.Request] = []
+    conversation, _ = _with_arena(posted)
+    with mock.patch.object(Conversation, "_for_courier", return_value=b"a question"):
+        call = conversation.get(1, KEYS[:3])
+        number = next(call).request.request
+    answer = b"".join(ANSWER.pack(GIVEN, 0, 0, number, 70 + at, 0, 9, 5) for at in range(3))
+    blocks = _bring(call, conversation.heard_of_courier(answer)[1])
+    for at in range(3):
+        if at == dropped:
+            with pytest.warns(ResourceWarning, match="not released"):
+                blocks[at] = None
+        else:
+            blocks[at].release()
+    if dropped == 2:
+        assert posted == []
+        conversation.post_released()
+    assert posted == [local.Release([70, 71, 72])]
+
+
+def test_blocks_of_which_one_is_large_are_given_back_each_by_itself() -> None:
+    posted: list[local.Request] = []
+    conversation, _ = _with_arena(posted)
+    with mock.patch.object(Conversation, "_for_courier", return_value=b"a question"):
+        call = conversation.get(1, KEYS[:2])
+        number = next(call).request.request
+    sizes = [9, SMALL_BYTES + 1]
+    answer = [ANSWER.pack(GIVEN, 0, 0, number, 70 + at, 0, sizes[at], 5) for at in range(2)]
+    for block in _bring(call, conversation.heard_of_courier(b"".join(answer))[1]):
+        block.release()
+    assert posted == [local.Release([70]), local.Release([71])]
+
+
+@pytest.mark.parametrize("tier", [3, 9, 1 << 15])
+def test_an_answer_of_a_tier_that_there_is_not_is_not_understood(tier: int) -> None:
+    conversation = Conversation(lambda _: None)
+    answers = [ANSWER.pack(GIVEN, of, 0, 3, 9, 0, 10, 5) for of in (tier, 0)]
+    for answer in (answers[0], b"".join(answers), b"".join(answers[::-1])):
+        with pytest.raises(AgentGoneError, match="not understood"):
+            conversation.heard_of_courier(answer)
+    assert _held(conversation) == set()
+
+
+def _holds(conversation: Conversation, keys: list[bytes]) -> mock.Mock:
+    """Have an agent's index hold these blocks."""
+    index = mock.Mock(given_up=True, LOCAL_TIER="local")
+    found = Found(pin=1, offset=0, size_bytes=9, reserved_bytes=9, digest=5)
+    index.prefix.side_effect = lambda _, key: int(key in keys)
+    index.take.side_effect = lambda _, wanted: [found if key in keys else None for key in wanted]
+    conversation._local = index
+    conversation._arena = mock.Mock(read=lambda _, size: memoryview(bytes(size)))
+    return index
+
+
+@pytest.mark.parametrize(("here", "asked"), [({0}, 4), ({4}, 4), ({2}, 5), (set(), 5), ({0, 4}, 3)])
+def test_of_many_blocks_the_others_are_looked_up_first_if_the_first_or_the_last_is_here(
+    here: set[int], asked: int
+) -> None:
+    conversation, _ = _with_arena([])
+    index = _holds(conversation, [KEYS[at] for at in here])
+    with mock.patch.object(Conversation, "_for_courier", return_value=b"a question"):
+        ask = next(conversation.get(1, KEYS[:5]))
+    assert len(ask.request.keys) == asked
+    assert index.take.called == (asked < 5)
+
+
+def test_many_blocks_of_which_the_courier_is_not_asked_this_time_are_looked_up_first() -> None:
+    conversation, _ = _with_arena([])
+    _holds(conversation, [KEYS[2]])
+    conversation._passes[1] = 1
+    assert next(conversation.get(1, KEYS[:5])).request.keys == [*KEYS[:2], *KEYS[3:5]]
+
+
+def test_what_the_courier_hands_over_is_looked_up_before_the_agent_is_asked() -> None:
+    conversation, _ = _with_arena([])
+    _holds(conversation, [KEYS[2]])
+    with mock.patch.object(Conversation, "_for_courier", return_value=b"a question"):
+        call = conversation.get_outcomes(1, KEYS[:5])
+        number = next(call).request.request
+    conversation._arena = mock.Mock(read_each=lambda offsets, _: [memoryview(b"9")] * len(offsets))
+    given = ANSWER.pack(GIVEN, 0, 0, number, 70, 0, 1, 5)
+    left = ANSWER.pack(ASK_AGENT, 0, 0, number, 0, 0, 0, 0)
+    answer = conversation.heard_of_courier(given + given + left + given + left)[1]
+    conversation._arena.read = lambda _, size: memoryview(bytes(size))
+    rest = call.send(answer).request
+    assert rest.keys == KEYS[4:5]
+    outcomes = _bring(call, local.Got(rest.request, [local.GotBlock(local.MISS)]))
+    assert [outcome.block and outcome.block.tier for outcome in outcomes] == [
+        *("home", "home", "local", "home", None)
+    ]
+    for outcome in outcomes[:4]:
+        outcome.block.release()
 
 
 def test_what_is_said_of_a_get_of_one_block_is_said_to_the_agent_alone() -> None:

@@ -530,7 +530,8 @@ def test_a_block_that_is_left_at_the_end_of_its_process_ends_it_well(
 def test_a_block_that_was_never_made_is_dropped_in_silence() -> None:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        client_blocks.Block.__new__(client_blocks.Block)
+        with pytest.raises(TypeError):
+            client_blocks.Block(b"k" * 16)  # type: ignore[call-arg]
     assert warned == []
 
 
