@@ -1,10 +1,10 @@
 """The time slice of an agent's threads, by which whoever wakes beside an agent runs at once.
 
-Owns: the system call. Must not know: what an agent does with its time. Where a client has been
+Owns: the system calls. Must not know: what an agent does with its time. Where a client has been
 answered on the agent's own processor, the agent's Python would go on with its books, and the client
 wait for the end of a slice. Linux (from 6.12 on) interrupts a thread for one that wakes, has a
-shorter slice than it, and has had less than its share. So an agent takes a slice longer than those
-who ask for none. Its share of the processor stays the same.
+shorter slice than it, and has had less than its share. So an agent takes a slice that is a little
+longer than that of those who ask for none. Its share of the processor stays the same.
 """
 
 from __future__ import annotations
@@ -15,23 +15,27 @@ import platform
 import struct
 from typing import Final
 
-SLICE_NS: Final = 4_000_000
-"""Linux gives at most 3 ms to those who ask for none."""
-_NUMBERS: Final = {"x86_64": 314, "aarch64": 274}
+LONGER: Final = 1.1
+"""How much longer the slice is."""
+_NUMBERS: Final = {"x86_64": (314, 315), "aarch64": (274, 275)}
+"""Of sched_setattr(2) and sched_getattr(2)."""
 _ATTRIBUTES: Final = struct.Struct("=IIQiIQQQ")
 """struct sched_attr, as it was first: size, policy, flags, nice, priority, and three times in ns,
-of which the first, the runtime, is the slice."""
+of which the first, the runtime, is the slice; 0 where Linux does not tell of slices."""
 
 
 def take_long_slices() -> bool:
     """Have this thread, and those that it starts, be interrupted for whoever wakes on its
-    processor. False where that cannot be, or where it has a policy that is not shared fairly; a
-    Linux before 6.12 says True, too, and does nothing."""
-    number = _NUMBERS.get(platform.machine())
-    if number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
+    processor. False where that cannot be, or where it has a policy that is not shared fairly."""
+    set_number, get_number = _NUMBERS.get(platform.machine(), (-1, -1))
+    call = ctypes.CDLL(None).syscall
+    room = ctypes.create_string_buffer(_ATTRIBUTES.size)
+    if call(get_number, 0, room, _ATTRIBUTES.size, 0) != 0:
         return False
-    nice = os.getpriority(os.PRIO_PROCESS, 0)
-    attributes = _ATTRIBUTES.pack(
-        *(_ATTRIBUTES.size, os.SCHED_OTHER, 0, nice, 0), *(SLICE_NS, 0, 0)
+    _, policy, flags, nice, priority, slice_ns, *rest = _ATTRIBUTES.unpack(room.raw)
+    if policy != os.SCHED_OTHER or not slice_ns:
+        return False
+    longer = _ATTRIBUTES.pack(
+        *(_ATTRIBUTES.size, policy, flags, nice, priority, round(slice_ns * LONGER), *rest)
     )
-    return int(ctypes.CDLL(None).syscall(number, 0, attributes, 0)) == 0
+    return int(call(set_number, 0, longer, 0)) == 0

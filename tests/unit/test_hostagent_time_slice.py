@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from kvcast.hostagent import time_slice
-from kvcast.hostagent.time_slice import SLICE_NS, take_long_slices
+from kvcast.hostagent.time_slice import LONGER, take_long_slices
 from scheduling import Scheduling, scheduling_of
 
 
@@ -49,9 +49,10 @@ def test_a_thread_and_those_that_it_starts_take_longer_slices_and_keep_their_nic
         return done, found
 
     nice = os.nice(0) + 3
-    wanted = Scheduling(os.SCHED_OTHER, nice, SLICE_NS)
+    wanted = Scheduling(os.SCHED_OTHER, nice, round(default * LONGER))
+    assert wanted.slice_ns > default
     assert in_a_child(work) == repr((True, [wanted, wanted]))
-    assert scheduling_of(0).slice_ns == default < SLICE_NS
+    assert scheduling_of(0).slice_ns == default
 
 
 def test_whoever_has_a_policy_of_its_own_keeps_it() -> None:
@@ -62,6 +63,24 @@ def test_whoever_has_a_policy_of_its_own_keeps_it() -> None:
     assert in_a_child(work) == repr((False, os.SCHED_BATCH))
 
 
-def test_a_machine_whose_call_is_not_known_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_whose_calls_are_not_known_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_slice, "_NUMBERS", {})
     assert in_a_child(take_long_slices) == "False"
+
+
+def test_where_linux_tells_of_no_slices_none_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    class OldLinux:
+        """Before 6.12."""
+
+        def __init__(self, _name: None) -> None:
+            pass
+
+        def syscall(self, number: int, *_: object) -> int:
+            calls.append(number)
+            return 0  # and all attributes are 0
+
+    monkeypatch.setattr(time_slice.ctypes, "CDLL", OldLinux)
+    assert not take_long_slices()
+    assert len(calls) == 1, "it has set something"
