@@ -628,8 +628,8 @@ class Conversation:
             got = self._checked(
                 (yield Ask(request, deadline_s + GRACE_S, courier, namespace)), local.Got
             )
-            if isinstance(got, _Given):  # it has given all, or is not heard
-                (_, tier, _, _, handle, offset, size_bytes, digest) = ANSWER.unpack(got.answers)
+            if isinstance(got, _Given) and len(got.answers) == ANSWER.size:
+                _, tier, _, _, handle, offset, size_bytes, digest = ANSWER.unpack(got.answers)
                 data = self._memory.read(offset, size_bytes)
                 held_by = self._release, self._dropped, (handle,)
                 return [Block(checked[0], size_bytes, digest, TIERS[tier], data, *held_by)]

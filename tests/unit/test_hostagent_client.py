@@ -425,6 +425,20 @@ def test_blocks_of_which_one_is_large_are_given_back_each_by_itself() -> None:
     assert posted == [local.Release([70]), local.Release([71])]
 
 
+@pytest.mark.parametrize(("asked", "answered"), [(1, 2), (2, 1), (3, 4), (4, 3)])
+def test_an_answer_to_more_or_fewer_than_were_asked_for_is_not_understood(
+    asked: int, answered: int
+) -> None:
+    conversation, _ = _with_arena([])
+    with mock.patch.object(Conversation, "_for_courier", return_value=b"a question"):
+        call = conversation.get(1, KEYS[:asked])
+        number = next(call).request.request
+    answer = b"".join(ANSWER.pack(GIVEN, 0, 0, number, 70 + at, 0, 9, 5) for at in range(answered))
+    got = conversation.heard_of_courier(answer)[1]
+    with pytest.raises(AgentGoneError, match=f"answered {answered} of {asked}"):
+        call.send(got)
+
+
 @pytest.mark.parametrize("tier", [3, 9, 1 << 15])
 def test_an_answer_of_a_tier_that_there_is_not_is_not_understood(tier: int) -> None:
     conversation = Conversation(lambda _: None)
