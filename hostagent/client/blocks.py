@@ -23,7 +23,7 @@ GRANULE_BYTES: Final = 64 * 1024
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
-class Block(msgspec.Struct, eq=False, weakref=True):
+class Block(msgspec.Struct, eq=False):
     """A block in the arena of this node, pinned until `release`.
 
     Use it as a context manager, or call `release`. A block that is dropped without is a

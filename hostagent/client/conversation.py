@@ -709,7 +709,7 @@ class Conversation:
     def _are_away(self, namespace: int, keys: list[bytes]) -> bool:
         """Whether the courier may be asked for all of these blocks before they are looked up, since
         the first and the last are not here: so the others hardly are, and it hands over those that
-        may be. To look a hundred up takes a tenth of the time in which they come."""
+        may be. To look a hundred up takes a twentieth of the time in which they come."""
         if not (self.has_courier and self._local is not None and 1 < len(keys) <= MAX_MANY):
             return False
         if self._passes.get(namespace, 0):

@@ -332,6 +332,13 @@ def test_an_answer_that_leaves_all_to_the_agent_is_none() -> None:
     assert conversation.heard_of_courier(2 * answer) == (3, None)
 
 
+def _ask_courier(call: Any) -> int:
+    """Have a call ask the courier; the number of its question."""
+    with mock.patch.object(Conversation, "_for_courier", return_value=b"a question"):
+        number: int = next(call).request.request
+    return number
+
+
 def _bring(call: Any, answer: Any) -> Any:
     """What a call that waits for an answer returns with it."""
     with pytest.raises(StopIteration) as ended:
@@ -355,9 +362,8 @@ def _with_arena(posted: list[local.Request]) -> tuple[Conversation, bytes]:
 def test_of_many_blocks_the_courier_gives_some_and_the_agent_is_asked_for_the_others() -> None:
     posted: list[local.Request] = []
     conversation, content = _with_arena(posted)
-    with mock.patch.object(Conversation, "_for_courier", return_value=b"a question"):
-        call = conversation.get_outcomes(1, KEYS[:5])
-        number = next(call).request.request
+    call = conversation.get_outcomes(1, KEYS[:5])
+    number = _ask_courier(call)
     given = [(0, 0, 5), (2, 40, 7), (1, 100, 300)]  # tier, offset, size
     answers = [
         ANSWER.pack(GIVEN, tier, 0, number, 70 + at, offset, size, 500 + at)
@@ -395,9 +401,8 @@ def test_of_blocks_that_came_together_one_that_is_dropped_is_released_with_what_
 ) -> None:
     posted: list[local.Request] = []
     conversation, _ = _with_arena(posted)
-    with mock.patch.object(Conversation, "_for_courier", return_value=b"a question"):
-        call = conversation.get(1, KEYS[:3])
-        number = next(call).request.request
+    call = conversation.get(1, KEYS[:3])
+    number = _ask_courier(call)
     answer = b"".join(ANSWER.pack(GIVEN, 0, 0, number, 70 + at, 0, 9, 5) for at in range(3))
     blocks = _bring(call, conversation.heard_of_courier(answer)[1])
     for at in range(3):
@@ -415,9 +420,8 @@ def test_of_blocks_that_came_together_one_that_is_dropped_is_released_with_what_
 def test_blocks_of_which_one_is_large_are_given_back_each_by_itself() -> None:
     posted: list[local.Request] = []
     conversation, _ = _with_arena(posted)
-    with mock.patch.object(Conversation, "_for_courier", return_value=b"a question"):
-        call = conversation.get(1, KEYS[:2])
-        number = next(call).request.request
+    call = conversation.get(1, KEYS[:2])
+    number = _ask_courier(call)
     sizes = [9, SMALL_BYTES + 1]
     answer = [ANSWER.pack(GIVEN, 0, 0, number, 70 + at, 0, sizes[at], 5) for at in range(2)]
     for block in _bring(call, conversation.heard_of_courier(b"".join(answer))[1]):
@@ -430,9 +434,8 @@ def test_an_answer_to_more_or_fewer_than_were_asked_for_is_not_understood(
     asked: int, answered: int
 ) -> None:
     conversation, _ = _with_arena([])
-    with mock.patch.object(Conversation, "_for_courier", return_value=b"a question"):
-        call = conversation.get(1, KEYS[:asked])
-        number = next(call).request.request
+    call = conversation.get(1, KEYS[:asked])
+    number = _ask_courier(call)
     answer = b"".join(ANSWER.pack(GIVEN, 0, 0, number, 70 + at, 0, 9, 5) for at in range(answered))
     got = conversation.heard_of_courier(answer)[1]
     with pytest.raises(AgentGoneError, match=f"answered {answered} of {asked}"):
@@ -482,9 +485,8 @@ def test_many_blocks_of_which_the_courier_is_not_asked_this_time_are_looked_up_f
 def test_what_the_courier_hands_over_is_looked_up_before_the_agent_is_asked() -> None:
     conversation, _ = _with_arena([])
     _holds(conversation, [KEYS[2]])
-    with mock.patch.object(Conversation, "_for_courier", return_value=b"a question"):
-        call = conversation.get_outcomes(1, KEYS[:5])
-        number = next(call).request.request
+    call = conversation.get_outcomes(1, KEYS[:5])
+    number = _ask_courier(call)
     conversation._arena = mock.Mock(read_each=lambda offsets, _: [memoryview(b"9")] * len(offsets))
     given = ANSWER.pack(GIVEN, 0, 0, number, 70, 0, 1, 5)
     left = ANSWER.pack(ASK_AGENT, 0, 0, number, 0, 0, 0, 0)
