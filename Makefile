@@ -111,7 +111,7 @@ test-engines: setup-engines ## engines share a pool: the same tokens, in time, w
 # One boot of three emulated machines, in which all tests that need RDMA verbs run.
 test-rdma: setup ## tests with RDMA verbs, in virtual machines with Soft-RoCE; says what it lacks
 	@$(BIN)/python -m kvcast.topologies.machines --missing
-	@KVCAST_RDMA_BED=boot timeout -k 10 900 $(BIN)/python -m pytest tests/rdma
+	@KVCAST_RDMA_BED=boot timeout -k 10 1800 $(BIN)/python -m pytest tests/rdma
 
 lint: setup ## ruff, import directions and mypy
 	@$(BIN)/ruff check .

@@ -6,8 +6,9 @@ where code is kept.
 
 Whatever can change the IR changes the digest:
 
-- the text of every module of kvcast's that is loaded, and of the functions' own: whatever a
-  function, a type or a constant comes from is there;
+- the text of the functions' modules, of the compiler's, and of every module of kvcast's that one of
+  these imports at its top: whatever a function, a type or a constant comes from is there. What else
+  a process has loaded is not, so that agents, tests and tools share what one of them has made;
 - which functions they are, one by one, and the numbers that they name. Somebody may have put others
   in their place (tests do), or the text may have changed since it was loaded.
 """
@@ -15,12 +16,19 @@ Whatever can change the IR changes the digest:
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, Final
+
+_COMPILER: Final = ("kvcast.native.subset", "kvcast.native.writer")
+_IMPORT: Final = re.compile(
+    r"^(?:from|import) (kvcast[\w.]*)(?: import (\([^)]*\)|.*))?", re.MULTILINE
+)
 
 
 def sources_of(roots: Sequence[Callable[..., Any]]) -> str | None:
@@ -28,18 +36,12 @@ def sources_of(roots: Sequence[Callable[..., Any]]) -> str | None:
     read, and so nothing is known."""
     digest = hashlib.sha256(sys.version.encode())
     functions = list(_closure(roots))
-    # Other threads may import meanwhile.
-    modules = {name for name in tuple(sys.modules) if name.startswith("kvcast.")}
-    for name in sorted(modules | {function.__module__ for function in functions}):
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file is None:
-            if name in modules:  # a folder
-                continue
-            return None
-        try:
-            digest.update(f"{name} {_text_digest(file)}\n".encode())
-        except OSError:
-            return None
+    needed = [*_COMPILER, *(function.__module__ for function in functions)]
+    try:
+        for name in sorted(_with_imports(needed)):
+            digest.update(f"{name} {_text(_file(name)).digest}\n".encode())
+    except OSError:
+        return None
     for function in functions:
         code = function.__code__
         place = f"{function.__module__}.{function.__qualname__} {code.co_filename}"
@@ -48,9 +50,41 @@ def sources_of(roots: Sequence[Callable[..., Any]]) -> str | None:
     return digest.hexdigest()
 
 
+@dataclass(frozen=True)
+class _Text:
+    digest: str
+    imported: tuple[str, ...]
+    """Modules of kvcast's, and names that may be modules."""
+
+
 @cache
-def _text_digest(file: str) -> str:
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+def _text(file: str) -> _Text:
+    text = Path(file).read_bytes()
+    imported = []
+    for found in _IMPORT.finditer(text.decode(errors="replace")):
+        package, names = found.groups(default="")
+        imported += [package, *(f"{package}.{name}" for name in re.findall(r"\w+", names))]
+    return _Text(hashlib.sha256(text).hexdigest(), tuple(imported))
+
+
+def _file(name: str) -> str:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:
+        raise FileNotFoundError(name)
+    return str(file)
+
+
+def _with_imports(needed: Sequence[str]) -> set[str]:
+    """These modules, and what they import, and so on."""
+    seen = set(needed)
+    modules = list(seen)
+    for module in modules:  # which grows
+        for name in _text(_file(module)).imported:
+            # Names that are no modules are not here; folders have no text.
+            if name not in seen and getattr(sys.modules.get(name), "__file__", None) is not None:
+                seen.add(name)
+                modules.append(name)
+    return seen
 
 
 def _closure(roots: Sequence[Callable[..., Any]]) -> Iterator[FunctionType]:

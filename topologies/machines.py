@@ -65,8 +65,8 @@ _CACHE: Final = "/tmp/cache"
 """Where a machine has its compiled code."""
 _PROCESSOR: Final = "Nehalem"
 """QEMU's name of the machines' processor, and, in small letters, LLVM's."""
-BOOT_S: Final = 120.0
-LIFE_S: Final = 900
+BOOT_S: Final = 240.0
+LIFE_S: Final = 1800
 """No machine lives longer, whatever becomes of who started it."""
 SOCKET: Final = "/tmp/kvcast.sock"
 """Where a machine's agent listens for engines."""

@@ -22,7 +22,11 @@ from kvcast.topologies.machines import SOCKET, MachineNetwork
 from kvcast.topologies.pool import Pool
 from kvcast.topologies.star import Star
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    # A slow machine takes minutes to boot the pool, which has limits of its own.
+    pytest.mark.timeout(240, func_only=True),
+]
 
 ENGINE = """
 import asyncio, json, random, sys, time
@@ -111,7 +115,6 @@ async def shared(bed: Bed) -> AsyncIterator[rdma_shared.Bed]:
     shared.end()
 
 
-@pytest.mark.timeout(240)
 async def test_blocks_cross_the_switch_by_rdma(bed: Bed) -> None:
     # A slow machine may not make its first pair with another in time: then TCP takes over, and the
     # pair is tried again.
@@ -127,7 +130,6 @@ async def test_blocks_cross_the_switch_by_rdma(bed: Bed) -> None:
     assert (put["rdma_fallbacks_total"], got["rdma_fallbacks_total"]) == (0, 0)
 
 
-@pytest.mark.timeout(240)
 async def test_shared_blocks_are_written_once_into_the_memory_of_all_who_wait(
     shared: rdma_shared.Bed,
 ) -> None:
@@ -145,7 +147,6 @@ async def test_shared_blocks_are_written_once_into_the_memory_of_all_who_wait(
     assert (done["wrong_bytes"], done["missed"], done["icrc_dropped"]) == (0, 0, 0)
 
 
-@pytest.mark.timeout(240)
 async def test_shared_blocks_come_right_where_packets_are_lost(shared: rdma_shared.Bed) -> None:
     await shared.lose(0.01)
     done = await shared.round(2)
@@ -153,7 +154,6 @@ async def test_shared_blocks_come_right_where_packets_are_lost(shared: rdma_shar
     await shared.lose(0.0)
 
 
-@pytest.mark.timeout(240)
 async def test_a_home_that_is_killed_in_the_middle_of_reads_costs_no_wrong_byte(bed: Bed) -> None:
     await bed.engine("node-1", "put", 100, 124)
     asked = bed.asked("node-2")
@@ -166,7 +166,7 @@ async def test_a_home_that_is_killed_in_the_middle_of_reads_costs_no_wrong_byte(
     assert got["took_s"] < 20
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(600, func_only=True)
 async def test_all_that_needs_verbs_in_one_process_passes_inside(bed: Bed) -> None:
     """The last one: the other machines are powered off, so that this has their processors."""
     for node in ("node-1", "node-3"):

@@ -127,15 +127,62 @@ def test_another_text_is_compiled_anew(
     assert len(makings) == 2
 
 
-def test_texts_of_modules_that_are_loaded_besides_count(
+def another(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, text: str, name: str = "kvcast.another"
+) -> None:
+    """Load a module of kvcast's of that text, which its file only says."""
+    module = ModuleType(name)
+    module.__file__ = str(folder / f"{name}{len(text)}.py")
+    Path(module.__file__).write_text(text)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from kvcast.another import times",
+        "from kvcast.another import (\n    times,\n)",
+        "from kvcast import another, native",
+        "from kvcast import (\n    native,\n    another as that,\n)",
+        "import kvcast.another",
+        "import kvcast.another as that",
+        "from kvcast.native import between",
+    ],
+)
+def test_the_text_of_what_a_module_imports_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    another(monkeypatch, tmp_path, "from kvcast import another\n", "kvcast.native.between")
+    another(monkeypatch, tmp_path, "def times(): pass\n")
+    monkeypatch.setattr("kvcast.another", sys.modules["kvcast.another"], raising=False)
+    monkeypatch.setattr(
+        "kvcast.native.between", sys.modules["kvcast.native.between"], raising=False
+    )
+    sys.modules["kvcast.another"].times = None  # type: ignore[attr-defined]
+    example = made(tmp_path / "importing", f"{line}\n{TEXT}")
+    before = sources_of([example.answer])
+    another(monkeypatch, tmp_path, "def times(): return 1\n")
+    assert sources_of([example.answer]) not in (before, None)
+
+
+def test_what_else_a_process_has_loaded_does_not_count(
     example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = sources_of([example.answer])
-    another = ModuleType("kvcast.another")
-    another.__file__ = str(tmp_path / "another.py")
-    (tmp_path / "another.py").write_text("A = 1\n")
-    monkeypatch.setitem(sys.modules, "kvcast.another", another)
-    assert sources_of([example.answer]) not in (before, None)
+    another(monkeypatch, tmp_path, "A = 1\n")
+    assert sources_of([example.answer]) == before
+
+
+def test_the_text_of_the_compiler_counts(
+    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = {sources_of([example.answer])}
+    for name in ("kvcast.native.subset", "kvcast.native.writer"):
+        other = tmp_path / f"{name}.py"
+        other.write_text("from kvcast.native import linux\n")
+        monkeypatch.setattr(sys.modules[name], "__file__", str(other))
+        digests.add(sources_of([example.answer]))
+    assert len(digests - {None}) == 3
 
 
 def test_who_has_loaded_a_text_before_it_changed_does_not_pass_for_the_new_one(
