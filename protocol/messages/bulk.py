@@ -167,7 +167,7 @@ class BulkConvey(Struct, frozen=True, tag="convey"):
     pushes: bool = False
 
 
-CONVEYOR_VERSION: Final = 3
+CONVEYOR_VERSION: Final = 4
 
 Statuses = Annotated[list[str], Meta(min_length=1, max_length=MAX_BULK_BLOCKS)]
 

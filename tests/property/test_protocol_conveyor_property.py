@@ -49,6 +49,7 @@ from kvcast.protocol.meetings import Meetings
 from kvcast.protocol.messages.questions import ASK_AGENT, MAX_CHAIN
 from kvcast.protocol.messages.shared import REGION_BYTES, index_bytes
 from kvcast.protocol.messages.wire import KEY_BYTES, BlockId, digest_of
+from kvcast.protocol.pushing import PUSH
 from meeting_model import Table
 from seeds import seeds
 
@@ -131,6 +132,11 @@ def test_what_is_asked_for_comes_in_order_from_where_it_is_wanted() -> None:
     wanted += REPLY.pack(9, 0, 0, NOT_HERE) + REPLY.pack(3, 0, 0, NOT_HERE)
     assert out == wanted
     assert home.given == 2
+
+
+def test_what_goes_before_a_blocks_bytes_takes_whole_cache_lines() -> None:
+    """Else the kernel's copy of them may be of the slow kind (`PADDING_WORDS`)."""
+    assert REPLY.size % 64 == PUSH.size % 64 == 0
 
 
 def replies_of(out: bytes) -> list[int]:
