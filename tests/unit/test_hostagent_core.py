@@ -1018,6 +1018,21 @@ def test_a_home_hands_on_the_blocks_of_a_namespace_that_it_may_not_use() -> None
     assert node.core.serving.refuse_put("node-3", put) == bulk.FORBIDDEN
 
 
+@pytest.mark.parametrize("pushes", [False, True])
+def test_a_node_of_another_release_gets_no_conveyor(pushes: bool) -> None:
+    """Its replies may be of another length."""
+    node = Node(1)
+    node.take_map(pool_map([1]))
+    serving = node.core.serving
+    serving.conveys = serving.takes_pushes = True
+    for version in (bulk.CONVEYOR_VERSION - 1, bulk.CONVEYOR_VERSION + 1):
+        assert serving.convey("node-2", bulk.BulkConvey(version, pushes)) == bulk.FORBIDDEN
+    assert node.core.metrics.bulk_requests_refused_total == 2
+    mine = bulk.BulkConvey(bulk.CONVEYOR_VERSION, pushes)
+    assert serving.convey("node-2", mine) == bulk.DONE
+    assert serving.convey("node-9", mine) == bulk.FORBIDDEN, "it is not of the pool"
+
+
 def test_where_namespaces_compete_for_the_link_nothing_passes_their_turns_by() -> None:
     node = Node(1)
     node.take_map(pool_map([1]))
