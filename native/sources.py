@@ -38,8 +38,8 @@ def sources_of(roots: Sequence[Callable[..., Any]]) -> str | None:
     functions = list(_closure(roots))
     needed = [*_COMPILER, *(function.__module__ for function in functions)]
     try:
-        for name in sorted(_with_imports(needed)):
-            digest.update(f"{name} {_text(_file(name)).digest}\n".encode())
+        for name, file in sorted(_with_imports(needed).items()):
+            digest.update(f"{name} {_text(file).digest}\n".encode())
     except OSError:
         return None
     for function in functions:
@@ -67,24 +67,19 @@ def _text(file: str) -> _Text:
     return _Text(hashlib.sha256(text).hexdigest(), tuple(imported))
 
 
-def _file(name: str) -> str:
-    file = getattr(sys.modules.get(name), "__file__", None)
-    if file is None:
-        raise FileNotFoundError(name)
-    return str(file)
-
-
-def _with_imports(needed: Sequence[str]) -> set[str]:
-    """These modules, and what they import, and so on."""
-    seen = set(needed)
-    modules = list(seen)
-    for module in modules:  # which grows
-        for name in _text(_file(module)).imported:
-            # Names that are no modules are not here; folders have no text.
-            if name not in seen and getattr(sys.modules.get(name), "__file__", None) is not None:
-                seen.add(name)
-                modules.append(name)
-    return seen
+def _with_imports(needed: Sequence[str]) -> dict[str, str]:
+    """The files of these modules, of what they import, and so on. Raises FileNotFoundError where
+    one of these has none; of what they import, folders and names that are no modules have none."""
+    files: dict[str, str] = {}
+    modules = list(needed)
+    for name in modules:  # which grows
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is None and name in needed:
+            raise FileNotFoundError(name)
+        if file is not None and name not in files:
+            files[name] = file
+            modules += _text(file).imported
+    return files
 
 
 def _closure(roots: Sequence[Callable[..., Any]]) -> Iterator[FunctionType]:

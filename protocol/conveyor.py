@@ -82,8 +82,8 @@ GATHER_BYTES: Final = 512 * 1024
 
 PADDING_WORDS: Final = 5
 """Behind a reply's header, so that it takes a cache line. Linux copies what follows into its packet
-right behind it. AMD's processors copy at less than half of their speed (`rep movsb`) to where lies
-1 to 31 bytes further in its page than the bytes come from, and blocks begin where pages do."""
+right behind it, and an AMD EPYC does so at less than half of its speed where the bytes come to lie
+up to some 30 bytes further in a page than they come from; blocks begin where pages do."""
 
 UNWANTED: Final = 2
 """Why a conveyor is closed at the reader's end: nobody waits any more for what it was to bring."""

@@ -154,10 +154,6 @@ def test_the_text_of_what_a_module_imports_counts(
 ) -> None:
     another(monkeypatch, tmp_path, "from kvcast import another\n", "kvcast.native.between")
     another(monkeypatch, tmp_path, "def times(): pass\n")
-    monkeypatch.setattr("kvcast.another", sys.modules["kvcast.another"], raising=False)
-    monkeypatch.setattr(
-        "kvcast.native.between", sys.modules["kvcast.native.between"], raising=False
-    )
     sys.modules["kvcast.another"].times = None  # type: ignore[attr-defined]
     example = made(tmp_path / "importing", f"{line}\n{TEXT}")
     before = sources_of([example.answer])
